@@ -1,8 +1,8 @@
 """Machines of benchmarks/islands.py: namespaces of this one with a Ray node each, and the links between them.
 
 A machine has its own network, processes, /dev/shm and /tmp/ray, so that a Ray driver on it finds the Ray node of its
-machine alone, and objects travel between nodes over TCP. The namespaces have no names and the bridge is in that of the
-head, so that nothing is left when their first processes are gone, which the kernel kills with this one.
+machine alone, and objects travel between nodes over TCP. The namespaces have no names and the bridge is in one of its
+own, so that nothing is left when their first processes are gone, which the kernel kills with this one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ PORT = 6379
 STORE = {"head": 768 << 20, "island": 256 << 20}  # bytes of the stores of objects
 WAIT = 120.0  # seconds for a Ray node
 BURST, LATENCY = "256kb", "50ms"  # of the limit
+SEGMENTS = 65535  # packets that a link may carry as one
+RANDOM = (1 << 32) - 4096 + 56  # where a filter reads a random number of 32 bits
 # The first process of a machine: it has no children to wait for, so that the kernel removes those that end.
 FIRST = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
 MOUNTS = "mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp/ray"
-ACTORS = {"coordinator": "ray::Coordinator", "servers": "ray::ServerProcess"}
+ACTORS = {"coordinator": ("ray::Coordinator", "ray::PeerCoordinator"), "servers": ("ray::ServerProcess",)}
 
 
 class Machine:
@@ -85,7 +87,7 @@ def _die_with_parent() -> None:
 
 
 class Network:
-    """A head and islands at a bridge, each island by a link.
+    """A head and islands at a bridge, each by a link.
 
     Args:
         islands: their number.
@@ -95,35 +97,48 @@ class Network:
     def __init__(self, islands: int, environment: dict[str, str]) -> None:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.env = os.environ | environment | token
-        self.head = Machine(HEAD)
-        self.islands: list[Machine] = []
-        self.head.network("ip", "link", "set", "lo", "up")
-        self.head.network("ip", "link", "add", "bridge", "type", "bridge")
-        self.head.network("ip", "address", "add", f"{HEAD}/24", "dev", "bridge")
-        self.head.network("ip", "link", "set", "bridge", "up")
-        for index in range(islands):
-            self.islands.append(self._joined(index))
+        self._hub = Machine("")
+        self._hub.network("ip", "link", "add", "bridge", "type", "bridge")
+        self._hub.network("ip", "link", "set", "bridge", "up")
+        self.head = self._joined(HEAD, "head")
+        self.islands = [self._joined(f"10.77.0.{10 + index}", f"link{index}") for index in range(islands)]
 
-    def _joined(self, index: int) -> Machine:
-        machine = Machine(f"10.77.0.{10 + index}")
-        ends = f"link{index} type veth peer name eth0 netns {machine.first}".split()
-        self.head.network("ip", "link", "add", *ends)
-        self.head.network("ip", "link", "set", f"link{index}", "master", "bridge", "up")
-        machine.network("ip", "address", "add", f"{machine.address}/24", "dev", "eth0")
+    def _joined(self, address: str, link: str) -> Machine:
+        machine = Machine(address)
+        self._hub.network("ip", "link", "add", *f"{link} type veth peer name eth0 netns {machine.first}".split())
+        self._hub.network("ip", "link", "set", link, "master", "bridge", "up")
+        machine.network("ip", "address", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             machine.network("ip", "link", "set", device, "up")
         return machine
 
-    def limit(self, mbit: float | None) -> None:
-        """Limits each link to a speed, in both directions; None: no limit."""
-        for index, island in enumerate(self.islands):
-            for machine, device in ((self.head, f"link{index}"), (island, "eth0")):
-                if mbit is not None:
-                    rate = f"rate {mbit}mbit burst {BURST} latency {LATENCY}".split()
-                    machine.network("tc", "qdisc", "replace", "dev", device, "root", "tbf", *rate)
-                else:
-                    with contextlib.suppress(subprocess.CalledProcessError):  # there was none
-                        machine.network("tc", "qdisc", "delete", "dev", device, "root")
+    def _ends(self, index: int) -> tuple[tuple[Machine, str], tuple[Machine, str]]:
+        """Returns the ends of the link of an island."""
+        return (self._hub, f"link{index}"), (self.islands[index], "eth0")
+
+    def limit(self, mbit: float | None, head_mbit: float | None = None) -> None:
+        """Limits each link to a speed, in both directions; None: no limit.
+
+        Args:
+            mbit: of each island.
+            head_mbit: of the head.
+        """
+        for end in ((self._hub, "head"), (self.head, "eth0")):
+            _limit(end, head_mbit)
+        for index in range(len(self.islands)):
+            for end in self._ends(index):
+                _limit(end, mbit)
+
+    def lose(self, share: float, island: int | None = None) -> None:
+        """Drops a share of the packets of the links of islands, in each direction, at random; 1: a cut.
+
+        Args:
+            share: of the packets.
+            island: whose link it is; None: of all.
+        """
+        for index in range(len(self.islands)) if island is None else [island]:
+            for end in self._ends(index):
+                _drop(end, share)
 
     def start_ray(self) -> float:
         """Starts a Ray node on each machine; returns the seconds of that."""
@@ -152,9 +167,9 @@ class Network:
 
     def sent(self) -> list[tuple[int, int]]:
         """Bytes that each island has sent over its link, and received."""
-        links = {link["ifname"]: link["stats64"] for link in json.loads(self.head.network("ip", "-s", "-j", "link"))}
+        links = {link["ifname"]: link["stats64"] for link in json.loads(self._hub.network("ip", "-s", "-j", "link"))}
         ends = [links[f"link{index}"] for index in range(len(self.islands))]
-        return [(end["rx"]["bytes"], end["tx"]["bytes"]) for end in ends]  # of the head's end
+        return [(end["rx"]["bytes"], end["tx"]["bytes"]) for end in ends]  # of the bridge's end
 
     def head_seconds(self) -> dict[str, float]:
         """Processor seconds of the processes of the head: coordinator, servers, and Ray."""
@@ -168,8 +183,40 @@ class Network:
 
     def close(self) -> None:
         """Ends everything."""
-        for machine in (*self.islands, self.head):
+        for machine in (*self.islands, self.head, self._hub):
             machine.close()
+
+
+def _limit(end: tuple[Machine, str], mbit: float | None) -> None:
+    """Limits what goes out at an end of a link."""
+    machine, device = end
+    if mbit is not None:
+        rate = f"rate {mbit}mbit burst {BURST} latency {LATENCY}".split()
+        machine.network("tc", "qdisc", "replace", "dev", device, "root", "tbf", *rate)
+    else:
+        with contextlib.suppress(subprocess.CalledProcessError):  # there was none
+            machine.network("tc", "qdisc", "delete", "dev", device, "root")
+
+
+def _drop(end: tuple[Machine, str], share: float) -> None:
+    """Drops a share of the packets that come in at an end of a link."""
+    machine, device = end
+    segments = 1 if 0 < share < 1 else SEGMENTS  # else what is dropped would be up to 64 KB
+    machine.network("ip", "link", "set", device, "gso_max_segs", str(segments))
+    with contextlib.suppress(subprocess.CalledProcessError):  # there was none
+        machine.network("tc", "qdisc", "delete", "dev", device, "clsact")
+    if share:
+        machine.network("tc", "qdisc", "add", "dev", device, "clsact")
+        program = drop_program(share)
+        machine.network("tc", *f"filter add dev {device} ingress bpf da bytecode".split(), program)
+
+
+def drop_program(share: float) -> str:
+    """Returns the filter, in the assembly of tc: it drops a packet if a random number is below a share of 2**32."""
+    drop, accept = "6 0 0 2", f"6 0 0 {(1 << 32) - 1}"
+    if share >= 1:
+        return f"1,{drop}"
+    return f"4,32 0 0 {RANDOM},53 1 0 {round(share * 2**32)},{drop},{accept}"
 
 
 def cpu_seconds(process: int) -> float:
