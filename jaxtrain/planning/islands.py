@@ -109,7 +109,8 @@ def priced_strategies(
     stale = sync.strategy if sync.strategy in ("ssp", "asp") else "ssp"
     own = at(sync.strategy, sync.every if has_rounds else 1)
     stricter = [at("bsp"), at(stale)] if servers else []
-    looser = [at("gossip", every) for every in rounds] if not servers and not config.islands.quorum else []
+    has_gossip = not (servers or config.islands.quorum or config.islands.grace)
+    looser = [at("gossip", every) for every in rounds] if has_gossip else []
     return [own, *stricter, *(at("diloco", every) for every in rounds), *looser]
 
 

@@ -18,7 +18,7 @@ Draw = Callable[[int, int], list[Messages]]
 
 
 class Sent(NamedTuple):
-    """Message of an island to a meeting.
+    """Values that an island sends to a meeting.
 
     Attributes:
         refs: references to its values, in a list of one.

@@ -70,7 +70,8 @@ class IslandsHistory:
 def _updates(events: Sequence[Event]) -> Iterator[tuple[Event, int, dict[int, float]]]:
     """Yields each update, and each push of an island that trains on, with who made the last update due, and who waits.
 
-    That is (event, island, time of the push by island that still waits).
+    That is (event, island, time of the push by island that still waits). An update may name the island, else it is
+    the last one that pushed.
     """
     pushed: dict[int, float] = {}
     cause = NOBODY
