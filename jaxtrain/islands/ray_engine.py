@@ -194,6 +194,7 @@ def cluster(namespace: str, address: str | None, memory: int) -> Iterator[str]:
     """
     if address is None:
         ray.init(
+            "local",  # else Ray joins a cluster that happens to be on this machine
             namespace=namespace, include_dashboard=False, num_cpus=4, num_gpus=0, object_store_memory=memory,
             _node_ip_address="127.0.0.1", **QUIET,
         )  # fmt: skip

@@ -73,7 +73,8 @@ class Launched:
             str(islands),
             str(config),
         ]
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        other = "127.0.0.1:1"  # of a cluster that the run does not join
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "RAY_ADDRESS": other}
         self.process = subprocess.Popen(
             [*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
             start_new_session=True,
