@@ -19,7 +19,7 @@ PACKETS = 2000
 RECEIVE = """
 import socket
 receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+receiver.setsockopt(socket.SOL_SOCKET, 33, 1 << 24)  # SO_RCVBUFFORCE: a slow receiver drops nothing
 receiver.bind(("0.0.0.0", 5000))
 print("ready", flush=True)
 count = 0
