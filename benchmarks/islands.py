@@ -15,12 +15,15 @@ island pushes and reads crosses its link; ways without a server send between isl
 `scale`  tokens/s, waiting, and processor seconds of the head per GB, by number of islands, size of the model and bits,
          without a limit; per GB as it was pushed, and per GB that the same pushes would have been in float32
 `slow`   tokens/s when each step takes 0.2 s besides its computation, and when one island takes 0.6 s, without a limit
-`lossy`  `loss` with links that lose 1% of the packets in each direction
+`lossy`  wall time to a loss with links that lose 1% of the packets in each direction, and without that; a quarter of
+         `--mbit`, and less training
 `cut`    `loss` with the link of one island cut for 30 s, once island 0 has done half of its steps
 
 tc drops packets by a filter of four instructions at both ends of a link, at random and without a seed. Lossy links
-carry packets of at most 1500 bytes, where others carry up to 64 KB at once, which takes more of the processor. What
-islands send each other crosses two links. There is no delay but that of the queue of a link.
+carry packets of at most 1500 bytes, others up to 64 KB at once. The former take 21 s of the processor for a GB, so that
+one transfer between two machines has 420 to 500 Mbit/s without a limit (the others 7 to 16 Gbit/s) while other programs
+run. That is why `lossy` has slower links. Over one of 200 Mbit/s, a transfer has 153 to 190 with 1% lost. What islands
+send each other crosses two links. There is no delay but that of the queue of a link.
 
 Time begins when each island has done its first exchange, and ends when the first island has done its last one; in
 `loss`, `lossy` and `cut` it begins when each has done its first step. `waited` is the share of that time in which an

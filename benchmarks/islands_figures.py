@@ -144,8 +144,10 @@ def disturbed_rows(runs: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[st
 
     Args:
         runs: of the part.
-        plain: those of `loss`.
+        plain: those without.
     """
+    if not runs:
+        return []
     of_way = {run["way"]: run for run in plain if run["way"] in {other["way"] for other in runs}}
     target = reached([*runs, *of_way.values()])
     rows = []
@@ -268,7 +270,8 @@ def tables(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any
     made = {
         "loss": loss_rows(of["loss"]) if of["loss"] else [], "links": link_rows(of["links"], free),
         "head": link_rows(of["head"], free, False), "scale": scale_rows(of["scale"]), "slow": slow_rows(of["slow"]),
-        **{part: disturbed_rows(of[part], of["loss"]) if of[part] else [] for part in ("lossy", "cut")},
+        "lossy": disturbed_rows(*([run for run in of["lossy"] if bool(run["lost"]) == lost] for lost in (True, False))),
+        "cut": disturbed_rows(of["cut"], of["loss"]),
         "failed": [{key: str(run[key]) for key in ("part", "way", "size", "islands", "error")} for run in failed],
     }  # fmt: skip
     return {part: rows for part, rows in made.items() if rows}

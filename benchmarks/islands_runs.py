@@ -109,9 +109,10 @@ def runs_of(part: str, mbit: float, quick: bool) -> list[Run]:
         return Run(part, way, rounds * EVERY if local else steps, islands, size, **more)
 
     plain = ("bsp", "diloco")
-    disturbed = {"loss": {}, "lossy": {"lost": LOSS}, "cut": {"cut": CUT}}
-    if part in disturbed:
-        return [planned(way, mbit=mbit, validations=15, **disturbed[part]) for way in ALL]
+    if part in ("loss", "cut"):
+        return [planned(way, mbit=mbit, validations=15, cut=CUT if part == "cut" else 0.0) for way in ALL]
+    if part == "lossy":
+        return [planned(way, mbit=mbit / 4, validations=10, lost=lost) for way in ALL for lost in (0.0, LOSS)]
     if part == "links":  # without a limit: see `scale`
         return [planned(way, mbit=speed) for speed in (mbit, mbit / 4, mbit * 4) for way in plain]
     if part == "head":
@@ -133,7 +134,7 @@ def quick_runs(part: str, mbit: float) -> list[Run]:
             Run(part, "diloco without server", 48, 2, "quick", mbit, (), 3),
             Run(part, "streaming", 48, 2, "quick", mbit, (), 3),
         ],
-        "lossy": [Run(part, "diloco without server", 48, 2, "quick", mbit, (), 3, lost=LOSS)],
+        "lossy": [Run(part, "diloco", 48, 2, "quick", mbit, (), 3, lost=lost) for lost in (0.0, LOSS)],
         "cut": [Run(part, "diloco", 480, 2, "quick", mbit, pace, 6, cut=CUT / 2)],
         "head": [Run(part, "bsp", 12, 2, "quick", mbit, head_mbit=mbit)],
         "scale": [Run(part, "bsp int8", 12, 2, "quick"), Run(part, "bsp", 12, 2, "quick")],
@@ -144,7 +145,7 @@ def part_steps(part: str, size: str) -> tuple[int, int]:
     """Rounds of EVERY steps of those that train alone in between, and steps of the others."""
     if part == "scale":
         return (6, 40) if size == "1M" else (4, 24)
-    return {"links": (5, 24), "head": (5, 24), "slow": (5, 40)}.get(part, (60, 240))
+    return {"links": (5, 24), "head": (5, 24), "slow": (5, 40), "lossy": (20, 100)}.get(part, (60, 240))
 
 
 def settings_of(run: Run, folder: Path) -> dict[str, Any]:

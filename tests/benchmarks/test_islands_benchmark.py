@@ -150,13 +150,16 @@ def test_lossy_runs_are_beside_those_without_losses(bench):
     """At 2.4, which the other reaches: 4.8 s with losses, 2 s without."""
     lossy = bench.Run("lossy", "bsp", 5, 2, lost=0.01).key | bench.figures(bench.Run("lossy", "bsp", 5, 2), seen(bench))
     assert (lossy["final"], lossy["events"]) == ([2.0, None], {"join": 2})
-    plain = {**lossy, "part": "loss", "lost": 0.0, "curve": [(1.0, 3, 2.6), (2.0, 5, 2.4)]}
+    plain = {**lossy, "lost": 0.0, "curve": [(1.0, 3, 2.6), (2.0, 5, 2.4)]}
     (row,) = bench.tables([lossy, plain])["lossy"]
     assert (row["to loss"], row["undisturbed"], row["final"], row["final undisturbed"]) == (2.4, 2.0, 2.0, 2.4)
     assert (row["seconds"], row["times"]) == pytest.approx((4.8, 2.4))
     assert (row["join"], row["leave"]) == (2, 0)
     (row,) = bench.tables([lossy])["lossy"]
     assert (row["seconds"], row["undisturbed"], row["times"]) == (6.0, None, None)
+    cut = {**lossy, "part": "cut", "lost": 0.0, "cut": 30.0}
+    (row,) = bench.tables([cut, {**plain, "part": "loss"}])["cut"]
+    assert (row["undisturbed"], row["final"]) == (2.0, 2.0)
 
 
 def test_pushes_in_few_bits_count_as_they_are_and_in_float32(bench):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ PACKETS = 2000
 RECEIVE = """
 import socket
 receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+receiver.setsockopt(socket.SOL_SOCKET, 33, 1 << 24)  # SO_RCVBUFFORCE: a slow receiver drops nothing
 receiver.bind(("0.0.0.0", 5000))
 print("ready", flush=True)
 count = 0
@@ -52,8 +53,19 @@ def net(module: ModuleType) -> Iterator[Any]:
         made = module.Network(2, {})
     except (RuntimeError, subprocess.CalledProcessError):
         pytest.skip("needs namespaces")
+    know_each_other([made.head, *made.islands])
     yield made
     made.close()
+
+
+def know_each_other(machines: list[Any]) -> None:
+    """Tells each the hardware addresses of the others, so that no search for them is lost, for which packets wait."""
+    for machine in machines:
+        (link,) = json.loads(machine.network("ip", "-j", "link", "show", "eth0"))
+        for other in machines:
+            if other is not machine:
+                known = f"{machine.address} lladdr {link['address']} dev eth0 nud permanent"
+                other.network("ip", "neighbour", "replace", *known.split())
 
 
 def arrived(sender: Any, receiver: Any) -> int:
