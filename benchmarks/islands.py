@@ -77,8 +77,9 @@ def measure(run: Run, net: islands_network.Network) -> dict[str, Any]:
         samples = list(watch(run, launchers, net, directory))
         for index, launcher in enumerate(launchers):
             if launcher.returncode:
-                said = Path(folder, f"{index}.log").read_text()[-1500:]
-                raise RuntimeError(f"launcher {index} ended with {launcher.returncode}:\n{said}")
+                own = [Path(folder, f"{index}.log"), directory / f"island-{index}" / "output.log"]
+                said = "\n".join(file.read_text(errors="replace")[-1500:] for file in own if file.exists())
+                raise RuntimeError(f"launcher {index} ended with {launcher.returncode}:\n{said.strip()}")
         return run.key | figures(run, read(run, directory, samples))
 
 

@@ -272,6 +272,9 @@ def tables(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any
         "head": link_rows(of["head"], free, False), "scale": scale_rows(of["scale"]), "slow": slow_rows(of["slow"]),
         "lossy": disturbed_rows(*([run for run in of["lossy"] if bool(run["lost"]) == lost] for lost in (True, False))),
         "cut": disturbed_rows(of["cut"], of["loss"]),
-        "failed": [{key: str(run[key]) for key in ("part", "way", "size", "islands", "error")} for run in failed],
+        "failed": [
+            {**{key: run[key] for key in ("part", "way", "size", "islands")}, "error": run["error"].splitlines()[0]}
+            for run in failed
+        ],
     }  # fmt: skip
     return {part: rows for part, rows in made.items() if rows}

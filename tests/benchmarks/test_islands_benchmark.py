@@ -173,9 +173,9 @@ def test_pushes_in_few_bits_count_as_they_are_and_in_float32(bench):
 
 
 def test_runs_that_failed_are_in_a_table_of_their_own(bench):
-    failed = bench.Run("loss", "gossip", 960).key | {"error": "not yet"}
+    failed = bench.Run("loss", "gossip", 960).key | {"error": "not yet\nwhy"}
     assert bench.tables([failed]) == {
-        "failed": [{"part": "loss", "way": "gossip", "size": "1M", "islands": "4", "error": "not yet"}]
+        "failed": [{"part": "loss", "way": "gossip", "size": "1M", "islands": 4, "error": "not yet"}]
     }
 
 
