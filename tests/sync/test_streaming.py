@@ -109,7 +109,7 @@ def test_each_fragment_is_exchanged_once_in_every_steps_and_alone(fragments: int
         plan = strategy.plan(step)
         if plan.send is not None:
             assert flying is not None
-            assert set(plan.send.paths) <= set(strategy._fragments.paths(flying[0]))
+            assert set(plan.send.paths) <= set(strategy.fragments.paths(flying[0]))
             flying[1] += 1
         if isinstance(plan.exchange, Event):
             fragment, captures, applies = plan.exchange
@@ -196,7 +196,7 @@ def test_two_fragments_move_as_numpy_says(layout: str, tau: int, alpha: float, s
     program = replicas(2, layout, sync=sync)
     state = program.init()
     start = {name: np.asarray(x[0]) for name, x in state["params"].items()}
-    assert bool(program.synchronizer.strategy._fragments.cut_paths(0)) == (smallest == 1 or tau <= 1)
+    assert bool(program.synchronizer.strategy.fragments.cut_paths(0)) == (smallest == 1 or tau <= 1)
     history = run(program, 17, state, weights="uneven")[1]
     local, outer = by_hand(start, 17, 8, tau, alpha)
     for found, mine, agreed in zip(history, local, outer, strict=True):
