@@ -53,9 +53,16 @@ def net(module: ModuleType) -> Iterator[Any]:
         made = module.Network(2, {})
     except (RuntimeError, subprocess.CalledProcessError):
         pytest.skip("needs namespaces")
-    know_each_other([made.head, *made.islands])
-    yield made
-    made.close()
+    try:
+        know_each_other([made.head, *made.islands])
+        try:
+            made.lose(0.5)
+        except subprocess.CalledProcessError:
+            pytest.skip("needs a kernel whose tc has filters")
+        made.lose(0.0)
+        yield made
+    finally:
+        made.close()
 
 
 def know_each_other(machines: list[Any]) -> None:
@@ -80,6 +87,7 @@ def arrived(sender: Any, receiver: Any) -> int:
     return int(process.communicate(timeout=60)[0])
 
 
+@pytest.mark.measures
 def test_links_lose_a_share_of_the_packets_and_are_cut(net: Any) -> None:
     first, second = net.islands
     assert arrived(first, net.head) == PACKETS
