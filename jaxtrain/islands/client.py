@@ -158,6 +158,19 @@ class IslandClient(ABC):
             with suppress(SessionOverError, TrainingError):  # the others have noticed before
                 self._door.call("leave", self.index, self._welcome.session)
 
+    def _asked(self, method: str, *args: Any) -> Any:
+        """Returns the answer of the coordinator to a question that it may have to be asked again and again."""
+        begin = time.monotonic()
+        try:
+            while (answer := self._call(method, *args)) is None:
+                pass
+        finally:
+            self.waited += time.monotonic() - begin
+        return answer
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._door.call(method, self.index, self._joined.session, *args)
+
     @property
     def _joined(self) -> Welcome:
         assert self._welcome is not None

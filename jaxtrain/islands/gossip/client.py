@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 import jax
 
@@ -133,19 +131,6 @@ class GossipClient(IslandClient):
                 (message,) = self._door.get(refs)
                 values = assemble(message, self._hello.specs)
                 return Arrived([(self._whole, values)], clock, 0, {}, _size(values))
-
-    def _asked(self, method: str, *args: Any) -> Any:
-        """Returns the answer of the coordinator to a question that it may have to be asked again and again."""
-        begin = time.monotonic()
-        try:
-            while (answer := self._call(method, *args)) is None:
-                pass
-        finally:
-            self.waited += time.monotonic() - begin
-        return answer
-
-    def _call(self, method: str, *args: Any) -> Any:
-        return self._door.call(method, self.index, self._joined.session, *args)
 
 
 def _size(values: Flat) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -162,19 +161,6 @@ class PeerClient(IslandClient):
         """Returns what all islands of an attempt have sent to this one, which has sent them references."""
         self._call("send", number, name, refs)
         return self._door.get(self._asked("collect", number, name))
-
-    def _asked(self, method: str, *args: Any) -> Any:
-        """Returns the answer of the coordinator to a question that it may have to be asked again and again."""
-        begin = time.monotonic()
-        try:
-            while (answer := self._call(method, *args)) is None:
-                pass
-        finally:
-            self.waited += time.monotonic() - begin
-        return answer
-
-    def _call(self, method: str, *args: Any) -> Any:
-        return self._door.call(method, self.index, self._joined.session, *args)
 
 
 def _in_rows(specs: Mapping[Path, Spec]) -> dict[Path, Spec]:
