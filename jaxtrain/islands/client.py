@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtrain.errors import TrainingError
 from jaxtrain.islands.blocks import EncodedArray
-from jaxtrain.islands.messages import Hello, Pulled, Push, SessionOverError, Welcome
+from jaxtrain.islands.messages import Hello, NobodyError, Pulled, Push, SessionOverError, Welcome
 from jaxtrain.islands.partition import Parts
 from jaxtrain.islands.pieces import pieces_of
 from jaxtrain.islands.server.public_values import with_message
@@ -175,6 +175,55 @@ class IslandClient(ABC):
     def _joined(self) -> Welcome:
         assert self._welcome is not None
         return self._welcome
+
+
+class ServerlessClient(IslandClient):
+    """Goes on from its own values, or from those of another island, which gives them.
+
+    Args:
+        door: to the coordinator.
+        hello: says who the island is, and what it trains.
+        every: steps from one exchange to the next.
+    """
+
+    def __init__(self, door: Door, hello: Hello, every: int) -> None:
+        super().__init__(door, hello)
+        self._every = every
+
+    def catch_up(self) -> Arrived | None:
+        """Returns the values of another island after its next exchange."""
+        try:
+            return self._values(0) if self.has_values else None
+        except NobodyError:
+            return None
+        except SessionOverError:
+            self.join()
+            return self.catch_up()
+
+    @abstractmethod
+    def _values(self, clock: int) -> Arrived:
+        """Returns the values of another island, once it has done as many steps. Raises NobodyError."""
+
+    def _stand(self, clock: int, *where: Any) -> Arrived | None:
+        """Returns the values of another island, unless this one goes on from its own.
+
+        Args:
+            clock: its steps.
+            where: it is, for the coordinator.
+        """
+        while True:
+            try:
+                return None if self._asked("start", *where) else self._values(clock)
+            except NobodyError:
+                continue
+            except SessionOverError:
+                self._join_again(clock)
+
+    def _join_again(self, clock: int) -> None:
+        """Joins the others, unless the island has said goodbye while it waited for them in another thread."""
+        if self._has_left:
+            raise SessionOverError(f"island {self.index} has left")
+        self.join(clock)
 
 
 class ServerClient(IslandClient):

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from jaxtrain.islands.messages import SessionOverError
+from jaxtrain.config.sections.islands import IslandsConfig
+from jaxtrain.islands.messages import Hello, RefusedError, SessionOverError
 
 T = TypeVar("T")
 SILENCE = 2.0  # heartbeats without a sign of life after which an island has left
@@ -126,20 +127,36 @@ class BaseCoordinator(ABC):
     """Islands come, give signs of life, wait, and go. Every method is called in one thread.
 
     Args:
-        heartbeat: seconds between signs of life.
+        config: section `islands`.
         log: takes a record of each event.
         now: clock, seconds.
     """
 
-    def __init__(self, heartbeat: float, log: Callable[[dict[str, Any]], None], now: Callable[[], float]) -> None:
-        self._members = Members(heartbeat, now)
+    def __init__(
+        self, config: IslandsConfig, log: Callable[[dict[str, Any]], None], now: Callable[[], float]
+    ) -> None:  # fmt: skip
+        self.config, self._members = config, Members(config.heartbeat, now)
         self._log, self._now = log, now
         self._changed = asyncio.Condition()
+        self._first: Hello | None = None
+        self._starts_by: float | None = None  # those that start wait no longer; None: nobody is there
 
     @property
     def members(self) -> dict[int, Member]:
         """Islands that take part."""
         return self._members.here
+
+    def _check_index(self, hello: Hello) -> None:
+        """Raises RefusedError unless the run has an island of this index."""
+        if not 0 <= hello.island < self.config.count:
+            raise RefusedError(f"island {hello.island}: expected a number below islands.count={self.config.count}")
+
+    def _admit(self, hello: Hello, version: int) -> Member:
+        """Lets an island begin a stay. Raises RefusedError if it does not fit the first one."""
+        self._first = self._first or hello
+        hello.check(self._first)
+        self._leave(hello.island, "joins again")
+        return self._members.admit(hello.island, version)
 
     async def heartbeat(self, island: int, session: int) -> None:
         """Takes a sign of life. Raises SessionOverError if the island has to join anew."""

@@ -21,6 +21,10 @@ class SessionOverError(Exception):
     """The island was silent for too long, or the coordinator has started again: it must join anew."""
 
 
+class NobodyError(Exception):
+    """Nobody has values: all islands that had them have left."""
+
+
 class LostValueError(TrainingError):
     """A value cannot be read, because the process that has put it has ended. One line."""
 

@@ -209,6 +209,26 @@ def test_old_work_is_dropped_and_the_island_goes_on_where_the_others_are(time: T
         assert server.coordinator.status()["islands"]["1"]["clock"] == 8
 
 
+def test_an_island_that_goes_back_to_an_older_checkpoint_continues_from_the_others(time: Time) -> None:
+    """As after a loss that spikes; its older values are no part of a round of the others."""
+    run = run_config(2)
+    with LocalServer(run, time) as server:
+        first, back = (OneIsland(server, run, index) for index in range(2))
+        together(lambda: first.step(2), lambda: back.step(2))
+        older = jax.tree.map(jnp.copy, back.state)
+        together(lambda: first.step(2), lambda: back.step(2))
+        back.state, back.clock = older, 2
+        with ThreadPoolExecutor(1) as pool:
+            left_behind = pool.submit(back.step, 2)
+            while not any(record["event"] == "late" for record in server.log):
+                sleep(0.05)
+            first.step(2)
+            left_behind.result(60)
+        assert back.island.behind == 6
+        check_equal(first, back)
+        assert [record["islands"] for record in server.log if record["event"] == "update"][-1] == (0,)
+
+
 def test_a_coordinator_that_has_lost_all_costs_nothing(time: Time) -> None:
     """The islands say where they are, and go on from there."""
     run = run_config(2)

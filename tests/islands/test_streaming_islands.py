@@ -202,6 +202,28 @@ def test_old_work_is_dropped_and_the_island_goes_on_with_the_others(time: Time) 
         check_equal(first, sleeper)
 
 
+def test_an_island_that_goes_back_to_an_older_checkpoint_continues_from_the_others(time: Time) -> None:
+    """Also while a fragment of later steps travels."""
+    run = run_config(2, tau=2)
+    with LocalServer(run, time) as server:
+        first, back = (OneIsland(server, run, index) for index in range(2))
+        together(lambda: first.step(2), lambda: back.step(2))
+        older = jax.tree.map(np.copy, jax.device_get(back.state))
+        together(lambda: first.step(2), lambda: back.step(2))  # a fragment is in flight
+        back.state, back.clock = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), older, back.state), 2
+        thread = threading.Thread(target=back.step, daemon=True)
+        thread.start()
+        first.step(2)  # which both exchange
+        while not any(record["event"] == "late" for record in server.log):
+            sleep(0.05)
+        sleep(0.3)
+        first.step(3)
+        thread.join(60)
+        assert back.island.behind == 9
+        assert [record["islands"] for record in server.log if record["event"] == "update"] == [(0, 1), (0, 1), (0,)]
+        jax.tree.map(np.testing.assert_array_equal, kept(back), kept(first))
+
+
 def test_numbers_that_are_not_finite_are_left_out(time: Time) -> None:
     run = run_config(2, tau=1)
     with LocalServer(run, time) as server:

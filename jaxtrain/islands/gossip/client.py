@@ -8,17 +8,16 @@ from contextlib import suppress
 import jax
 
 from jaxtrain.errors import TrainingError
-from jaxtrain.islands.client import Arrays, Arrived, Door, IslandClient
+from jaxtrain.islands.client import Arrays, Arrived, Door, ServerlessClient
 from jaxtrain.islands.gossip.coordinator import Come, Gathered
 from jaxtrain.islands.gossip.meetings import Neighbour, Sent
 from jaxtrain.islands.messages import Hello, LostValueError, SessionOverError
 from jaxtrain.islands.partition import Part, Parts
-from jaxtrain.islands.peers.coordinator import NobodyError
 from jaxtrain.islands.pieces import assemble, pieces_of
 from jaxtrain.islands.trees import Flat, Path
 
 
-class GossipClient(IslandClient):
+class GossipClient(ServerlessClient):
     """Meets some of the other islands. Every island puts one message into the store, which its receivers read.
 
     Args:
@@ -28,23 +27,13 @@ class GossipClient(IslandClient):
     """
 
     def __init__(self, door: Door, hello: Hello, every: int) -> None:
-        super().__init__(door, hello)
-        self._every, self._has_trained = every, False
+        super().__init__(door, hello, every)
+        self._has_trained = False
         self._whole: Parts = dict.fromkeys(hello.specs, Part())
-
-    def catch_up(self) -> Arrived | None:
-        """Returns the values of another island after its next meeting."""
-        try:
-            return self._values() if self.has_values else None
-        except NobodyError:
-            return None
-        except SessionOverError:
-            self.join()
-            return self.catch_up()
 
     def start(self, clock: int, initial: Callable[[], Arrays], place: tuple[int, int]) -> Arrived:
         """Returns no values if the island goes on from its own, else those of another one, after its next meeting."""
-        found = self._stand(clock // self._every, clock)
+        found = self._stand(clock, clock // self._every, self._has_trained)
         self._has_trained = True
         return found or Arrived([], clock, 0, {})
 
@@ -70,8 +59,8 @@ class GossipClient(IslandClient):
             try:
                 return self._met(self._asked("come", come), number, clock, nbytes)
             except SessionOverError:
-                self.join(clock)
-            if (found := self._stand(number, clock)) is not None:
+                self._join_again(clock)
+            if (found := self._stand(clock, number, self._has_trained)) is not None:
                 return found._replace(counts=False)
 
     def give(self, values: Mapping[Path, jax.Array]) -> None:
@@ -107,23 +96,8 @@ class GossipClient(IslandClient):
             return None
         return assemble(message, self._hello.specs)
 
-    def _stand(self, number: int, clock: int) -> Arrived | None:
-        """Returns the values of another island, if others that are there are all further than this one.
-
-        Args:
-            number: of its next meeting.
-            clock: its steps.
-        """
-        while True:
-            try:
-                return None if self._asked("start", number, self._has_trained) else self._values()
-            except NobodyError:
-                continue
-            except SessionOverError:
-                self.join(clock)
-
-    def _values(self) -> Arrived:
-        """Returns the values of another island."""
+    def _values(self, clock: int) -> Arrived:
+        """Returns the values of another island, which are of its next meeting: it is as far."""
         while True:
             self._call("ask")
             clock, refs = self._asked("values")

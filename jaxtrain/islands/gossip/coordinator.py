@@ -10,8 +10,7 @@ from jaxtrain.config.sections.islands import IslandsConfig
 from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.islands.gossip.meetings import Meeting, Meetings, Neighbour, Sent
 from jaxtrain.islands.members import START_WAIT, BaseCoordinator, Member
-from jaxtrain.islands.messages import Hello, RefusedError, Welcome
-from jaxtrain.islands.peers.coordinator import NobodyError
+from jaxtrain.islands.messages import Hello, NobodyError, Welcome
 from jaxtrain.islands.peers.rounds import Standing
 from jaxtrain.islands.status import NOBODY
 from jaxtrain.sync.gossip.graphs import Messages, messages_of, round_number
@@ -63,12 +62,10 @@ class GossipCoordinator(BaseCoordinator):
         self, config: IslandsConfig, sync: SyncConfig, log: Callable[[dict[str, Any]], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        super().__init__(config.heartbeat, log, now)
-        self.config, self._sync, self._every = config, sync, int(sync.every)
+        super().__init__(config, log, now)
+        self._sync, self._every = sync, int(sync.every)
         self.meetings = Meetings(config.count, self._messages)
         self.version = 0  # meetings that the furthest island has finished
-        self._first: Hello | None = None
-        self._starts_by: float | None = None  # those that start wait no longer; None: nobody is there
         self._given: dict[int, tuple[int, list[Any]]] = {}  # (clock, references) for an island that has asked
         self._came: dict[int, int] = {}  # last meeting to which each island came, and that is in the log
         self._cause: dict[int, int] = {}  # for whom an island has waited that has not finished its meeting
@@ -81,12 +78,8 @@ class GossipCoordinator(BaseCoordinator):
 
     async def join(self, hello: Hello, clock: int = 0) -> Welcome:
         """Lets an island take part. Raises RefusedError if it does not fit the others."""
-        if not 0 <= hello.island < self.config.count:
-            raise RefusedError(f"island {hello.island}: expected a number below islands.count={self.config.count}")
-        self._first = self._first or hello
-        hello.check(self._first)
-        self._leave(hello.island, "joins again")
-        member = self._members.admit(hello.island, self.version)
+        self._check_index(hello)
+        member = self._admit(hello, self.version)
         if self._starts_by is None:
             self._starts_by = self._now() + START_WAIT
         self.meetings.join(hello.island)

@@ -9,17 +9,17 @@ from typing import Any, cast
 
 import jax
 
-from jaxtrain.islands.client import Arrays, Arrived, Door, IslandClient
+from jaxtrain.islands.client import Arrays, Arrived, Door, ServerlessClient
 from jaxtrain.islands.messages import Hello, LostValueError, SessionOverError
 from jaxtrain.islands.partition import STACKED, Part, Parts, Spec, partition
-from jaxtrain.islands.peers.coordinator import CountedRound, LeftBehindError, NobodyError, Ready, TryAgainError
+from jaxtrain.islands.peers.coordinator import CountedRound, LeftBehindError, Ready, TryAgainError
 from jaxtrain.islands.peers.rounds import Place, RoundAttempt
 from jaxtrain.islands.pieces import TensorPiece, assemble, decoded, pieces_of
 from jaxtrain.islands.server.rules import Header, is_finite, weighted_mean
 from jaxtrain.islands.trees import Flat, Path
 
 
-class PeerClient(IslandClient):
+class PeerClient(ServerlessClient):
     """Averages with the other islands of a round.
 
     Every island sums a part of the values, in the order of the islands, so that all get the same bits. Of n islands
@@ -32,24 +32,18 @@ class PeerClient(IslandClient):
     """
 
     def __init__(self, door: Door, hello: Hello, every: int) -> None:
-        super().__init__(door, hello)
-        self._every, self._place = every, Place()
+        super().__init__(door, hello, every)
+        self._place = Place()
         self._parts = cache(lambda specs, count: partition(_in_rows(dict(specs)), count))
 
-    def catch_up(self) -> Arrived | None:
-        """Returns the values of another island after its next round."""
-        try:
-            return self._values(0) if self.has_values else None
-        except NobodyError:
-            return None
-        except SessionOverError:
-            self.join()
-            return self.catch_up()
+    def stand_at(self, place: tuple[int, int]) -> None:
+        """Takes the last round that counts for the values of the island, which may have gone back to older ones."""
+        self._place = Place(*place)
 
     def start(self, clock: int, initial: Callable[[], Arrays], place: tuple[int, int]) -> Arrived:
         """Returns no values if the island begins where the others do, else those of another one, once it is as far."""
-        self._place = Place(*place)
-        return self._stand(clock) or Arrived([], clock, 0, {}, place=self._place)
+        self.stand_at(place)
+        return self._stand(clock, self._place) or Arrived([], clock, 0, {}, place=self._place)
 
     def exchange(
         self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None
@@ -80,7 +74,7 @@ class PeerClient(IslandClient):
                 pass
             except SessionOverError:
                 self._join_again(clock)
-            if (found := self._stand(clock)) is not None:
+            if (found := self._stand(clock, self._place)) is not None:
                 return found._replace(counts=False)
 
     def give(self, values: Mapping[Path, jax.Array]) -> None:
@@ -88,22 +82,6 @@ class PeerClient(IslandClient):
         specs = {path: Spec(value.shape, value.dtype) for path, value in values.items()}
         with suppress(SessionOverError):  # else they get them from another island
             self._call("give", self._place, [self._door.put((specs, pieces_of(values, _whole(values))))])
-
-    def _stand(self, clock: int) -> Arrived | None:
-        """Returns the values of another island, unless this one is where the others are."""
-        while True:
-            try:
-                return None if self._asked("start", self._place) else self._values(clock)
-            except NobodyError:
-                continue
-            except SessionOverError:
-                self._join_again(clock)
-
-    def _join_again(self, clock: int) -> None:
-        """Joins the others, unless the island has said goodbye while it waited for them in another thread."""
-        if self._has_left:
-            raise SessionOverError(f"island {self.index} has left")
-        self.join(clock)
 
     def _values(self, clock: int) -> Arrived:
         """Returns the values of another island, once it has done as many steps."""

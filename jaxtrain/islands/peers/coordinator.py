@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain.config.sections.islands import IslandsConfig
 from jaxtrain.islands.members import START_WAIT, BaseCoordinator, Member
-from jaxtrain.islands.messages import Hello, RefusedError, Welcome
+from jaxtrain.islands.messages import Hello, NobodyError, Welcome
 from jaxtrain.islands.peers.rounds import Entry, Place, RoundAttempt, Rounds, Standing
 
 
@@ -69,10 +69,6 @@ class LeftBehindError(Exception):
     """The others went on without the island: it goes on from their values."""
 
 
-class NobodyError(Exception):
-    """Nobody has values: all islands that had them have left."""
-
-
 class PeerCoordinator(BaseCoordinator):
     """State and decisions; every method is called in one thread.
 
@@ -88,11 +84,9 @@ class PeerCoordinator(BaseCoordinator):
         self, config: IslandsConfig, every: int, log: Callable[[dict[str, Any]], None],
         now: Callable[[], float] = time.monotonic, draw: Callable[[], int] = lambda: random.randrange(1, 1 << 32),
     ) -> None:  # fmt: skip
-        super().__init__(config.heartbeat, log, now)
-        self.config, self._every = config, every
+        super().__init__(config, log, now)
+        self._every = every
         self.rounds = Rounds(config.quorum, config.grace, config.count, draw)
-        self._first: Hello | None = None
-        self._starts_by: float | None = None  # those that start wait no longer; None: nobody is there
         self._given: Given | None = None
 
     @property
@@ -102,12 +96,8 @@ class PeerCoordinator(BaseCoordinator):
 
     async def join(self, hello: Hello, clock: int = 0) -> Welcome:
         """Lets an island take part. Raises RefusedError if it does not fit the others."""
-        if not 0 <= hello.island < self.config.count:
-            raise RefusedError(f"island {hello.island}: expected a number below islands.count={self.config.count}")
-        self._first = self._first or hello
-        hello.check(self._first)
-        self._leave(hello.island, "joins again")
-        member = self._members.admit(hello.island, self.version)
+        self._check_index(hello)
+        member = self._admit(hello, self.version)
         if self._starts_by is None:
             self._starts_by = self._now() + START_WAIT
         self.rounds.join(hello.island)

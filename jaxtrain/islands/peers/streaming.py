@@ -35,10 +35,12 @@ class PendingExchange:
     """An exchange in a thread of its own, which does not keep the process.
 
     Args:
+        due: its number, from 1.
         exchange: returns what arrived.
     """
 
-    def __init__(self, exchange: Callable[[], Arrived]) -> None:
+    def __init__(self, due: int, exchange: Callable[[], Arrived]) -> None:
+        self.due = due
         self._found: Future[Arrived] = Future()
         self._thread = threading.Thread(target=self._run, args=(exchange,), daemon=True)
         self._thread.start()
@@ -53,7 +55,7 @@ class PendingExchange:
         """Returns what arrived, or raises what the exchange raised. Waits."""
         return self._found.result()
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float | None = None) -> None:
         """Waits for the end of the thread."""
         self._thread.join(timeout)
 
@@ -88,6 +90,9 @@ class StreamingIsland(PeerIsland):
         in_flight = (step + tau) // interval if (step + tau) % interval < tau else 0
 
         def run(state: State, batch: Batch) -> tuple[State, Metrics]:
+            if self._pending is not None and self._pending.due != in_flight:  # the run went back to older values
+                self._pending.join()
+                self._pending = None
             if in_flight and self._pending is None:  # a run that continues within an exchange
                 self._pending = self._started(state, in_flight, None)
             state, metrics = self.counted(local, state, batch)
@@ -144,7 +149,8 @@ class StreamingIsland(PeerIsland):
         parts, mutable = self._message(self._fragment(due), state[SYNC]["own"], self.float_mutable(state))
         tokens, clock = float(state[SYNC]["sent_tokens"]), due * self._sync.interval
         waited = self._waited if self._sync.streaming.tau else None
-        return PendingExchange(partial(self._peers.average, parts | mutable, clock, tokens, loss, waited))
+        self._peers.stand_at(self.place(state))
+        return PendingExchange(due, partial(self._peers.average, parts | mutable, clock, tokens, loss, waited))
 
     def _received(self, state: State, clock: int) -> tuple[State, Metrics]:
         """Returns the state after the exchange that is due, and metrics of it. Waits."""

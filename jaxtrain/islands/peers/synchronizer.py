@@ -134,6 +134,7 @@ class PeerRoundIsland(PeerIsland, RoundIsland):
         return jax.jit(exchange, out_shardings=(part["own"], part["agreed"], part["agreed"]))
 
     def _exchange(self, state: State, clock: int, loss: float) -> tuple[State, Metrics]:
+        self._peers.stand_at(self.place(state))
         state, metrics = super()._exchange(state, clock, loss)
         if self._is_wanted:
             values = self.pushed(state) | flatten_dict({"own": state[SYNC]["own"]})

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxtrain.config.sections.islands import IslandsConfig
 from jaxtrain.islands.members import START_WAIT, BaseCoordinator, Member
-from jaxtrain.islands.messages import Hello, Pulled, Push, RefusedError, Welcome
+from jaxtrain.islands.messages import Hello, Pulled, Push, Welcome
 from jaxtrain.islands.partition import Parts
 from jaxtrain.islands.server.policies import PushId, UpdatePolicy
 from jaxtrain.islands.server.recent_messages import RecentMessages
@@ -88,15 +88,13 @@ class Coordinator(BaseCoordinator):
         self, config: IslandsConfig, policy: UpdatePolicy, servers: Servers, save_every: int | None,
         log: Callable[[dict[str, Any]], None], now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        super().__init__(config.heartbeat, log, now)
-        self.config, self.policy, self.servers = config, policy, servers
+        super().__init__(config, log, now)
+        self.policy, self.servers = policy, servers
         self.version = 0
         self.clock = 0  # of the newest update: steps of the island that is furthest
         self._save_every = save_every
-        self._first: Hello | None = None
         self._has_values = False
         self._arrived: set[int] = set()  # islands that were ever there
-        self._starts_by: float | None = None  # the first update waits no longer; None: nobody is there
         self._saved_at = 0
         self._problem = ""  # of the last save
         self._progress = 0.0  # steps of all islands over their number
@@ -116,16 +114,13 @@ class Coordinator(BaseCoordinator):
         Raises:
             RefusedError: it does not fit the others.
         """
-        if not 0 <= hello.island < self.config.count:
-            raise RefusedError(f"island {hello.island}: expected a number below islands.count={self.config.count}")
+        self._check_index(hello)
         async with self._lock:
             if self._first is None:
                 await self.servers.open(hello)
                 self._first = hello
                 await self._load()
-            hello.check(self._first)
-            self._leave(hello.island, "joins again")
-            member = self._members.admit(hello.island, self.version)
+            member = self._admit(hello, self.version)
             if self._has_values:
                 clock = self._arrive(hello.island)
             else:
