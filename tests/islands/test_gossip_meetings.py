@@ -78,12 +78,18 @@ def test_the_first_meeting_waits_for_all_islands() -> None:
     assert meeting.is_complete(0)
 
 
-def test_those_behind_the_furthest_wait_for_its_values_when_all_start_again() -> None:
-    meetings = Meetings(3, draw("ring"))
-    for island, number in enumerate((4, 7, 7)):
+def started(numbers: tuple[int, ...], has_trained: bool) -> Meetings:
+    """Meetings to which all islands have said where they are."""
+    meetings = Meetings(len(numbers), draw("ring"))
+    for island, number in enumerate(numbers):
         meetings.join(island)
-        meetings.start(island, number, False)
+        meetings.start(island, number, has_trained)
     meetings.begin(False)
+    return meetings
+
+
+def test_those_behind_the_furthest_wait_for_its_values_when_all_start_again() -> None:
+    meetings = started((4, 7, 7), has_trained=False)
     assert meetings.training == [1, 2]
     assert meetings.standings[0] == Standing.WAITS
     meetings.ask(0)
@@ -97,11 +103,7 @@ def test_those_behind_the_furthest_wait_for_its_values_when_all_start_again() ->
 
 
 def test_islands_that_tell_a_new_coordinator_where_they_are_go_on_from_there() -> None:
-    meetings = Meetings(3, draw("ring"))
-    for island, number in enumerate((4, 5, 5)):
-        meetings.join(island)
-        meetings.start(island, number, True)
-    meetings.begin(False)
+    meetings = started((4, 5, 5), has_trained=True)
     assert meetings.training == [0, 1, 2]
     meeting = come(meetings, 0, 4)
     assert meeting.members == (0,)  # the others have been there

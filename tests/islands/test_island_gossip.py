@@ -16,13 +16,13 @@ import tiny_net
 from flax import nnx
 from local_islands import LocalServer, Rows, train_islands
 from test_coordinator import OneIsland, Time, config
-from test_islands_without_server import together
+from test_islands_without_server import alone, catch_up, fall_silent, together
 
 import jaxtrain
 from jaxtrain.core.placement import Placer
 from jaxtrain.core.program import build_program
 from jaxtrain.errors import UserError
-from jaxtrain.islands.members import SILENCE, START_WAIT
+from jaxtrain.islands.members import START_WAIT
 from jaxtrain.islands.messages import LostValueError
 from jaxtrain.islands.report.history import IslandsHistory
 from jaxtrain.islands.status import status_table
@@ -178,10 +178,7 @@ def test_an_island_that_dies_in_a_meeting_holds_nobody_up_for_long(has_sent: boo
                 sleep(0.3)
                 assert not meetings[0].done()
                 assert not meetings[2].done()
-                time.now += SILENCE * run.islands.heartbeat / 2
-                [each.island.client.beat() for each in islands[:3]]
-                time.now += SILENCE * run.islands.heartbeat / 2 + 1
-                server.door.call("check_silence")
+                fall_silent(server, time, *islands[:3])
             found = [meeting.result(60) for meeting in meetings[:3]]
         matrix = mixing_matrix(messages_of("ring", 4), 4)[:3]
         if not has_sent:
@@ -216,23 +213,12 @@ def test_an_island_that_comes_late_gets_the_values_of_another_one(time: Time) ->
     run = run_config(2, heartbeat=START_WAIT)
     with LocalServer(run, time) as server:
         first = OneIsland(server, run, 0)
-        with ThreadPoolExecutor(1) as pool:
-            trained = pool.submit(first.step, 4)
-            sleep(0.2)
-            assert server.coordinator.version == 0  # it waits for the other one
-            time.now += START_WAIT
-            server.door.call("check_silence")
-            trained.result(60)
-            late = OneIsland(server, run, 1)
-            assert late.clock == 4
-            assert late.island.client.has_values
-            found = pool.submit(late.island.client.catch_up)
-            sleep(0.3)
-            assert not found.done()
-            first.step(2)
-            arrived = found.result(60)
-        assert arrived.clock == 6
-        late.state, late.clock = late.island.with_values(late.state, arrived), 6
+        alone(first, 4, server, time)
+        late = OneIsland(server, run, 1)
+        assert late.clock == 4
+        assert late.island.client.has_values
+        catch_up(late, first, 2)
+        assert late.clock == 6
         np.testing.assert_array_equal(*table([first, late]))
         assert [each["pushing"] for each in together(lambda: first.step(2), lambda: late.step(2))] == [1, 1]
         assert late.island.behind is None

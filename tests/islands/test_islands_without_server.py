@@ -52,6 +52,33 @@ def alone(island: OneIsland, steps: int, server: LocalServer, time: Time) -> Non
         trained.result(60)
 
 
+def fall_silent(server: LocalServer, time: Time, *alive: OneIsland) -> None:
+    """Lets the time pass after which an island has left that gives no sign of life."""
+    for _ in range(2):
+        time.now += SILENCE * server.coordinator.config.heartbeat / 2 + 1
+        [each.island.client.beat() for each in alive]
+    server.door.call("check_silence")
+
+
+def wait_for(server: LocalServer, event: str, **facts: Any) -> None:
+    """Waits for a record."""
+    while not any(record | {"event": event, **facts} == record for record in server.log):
+        sleep(0.05)
+    sleep(0.2)
+
+
+def catch_up(late: OneIsland, first: OneIsland, steps: int) -> None:
+    """Lets an island begin with what another one has after some steps."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(late.island.client.catch_up)
+        sleep(0.3)
+        assert not found.done()
+        first.step(steps)
+        arrived = found.result(60)
+    assert arrived.clock == first.clock
+    late.state, late.clock = late.island.with_values(late.state, arrived), arrived.clock
+
+
 def agreed(island: OneIsland) -> dict[str, np.ndarray]:
     return jax.device_get(island.state["sync"]["agreed"])
 
@@ -103,10 +130,7 @@ def test_an_island_that_dies_in_the_middle_of_an_exchange_leaves_nothing_behind(
             assert hangs.wait(60)
             sleep(0.3)
             assert server.coordinator.version == 0
-            time.now += SILENCE * run.islands.heartbeat / 2
-            [each.island.client.beat() for each in islands[:3]]
-            time.now += SILENCE * run.islands.heartbeat / 2 + 1
-            server.door.call("check_silence")
+            fall_silent(server, time, *islands[:3])
             [exchange.result(60) for exchange in exchanges[:3]]
         check_equal(*islands[:3])
         updates = [record["islands"] for record in server.log if record["event"] == "update"]
@@ -153,14 +177,8 @@ def test_an_island_that_comes_late_gets_the_values_of_another_one(time: Time) ->
         late = OneIsland(server, run, 1)
         assert late.clock == 4
         assert late.island.client.has_values
-        with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(late.island.client.catch_up)
-            sleep(0.3)
-            assert not found.done()
-            first.step(2)
-            arrived = found.result(60)
-        assert arrived.clock == 6
-        late.state, late.clock = late.island.with_values(late.state, arrived), 6
+        catch_up(late, first, 2)
+        assert late.clock == 6
         check_equal(first, late)
         together(lambda: first.step(2), lambda: late.step(2))
         check_equal(first, late)
@@ -193,15 +211,11 @@ def test_old_work_is_dropped_and_the_island_goes_on_where_the_others_are(time: T
     with LocalServer(run, time) as server:
         first, sleeper = (OneIsland(server, run, index) for index in range(2))
         together(lambda: first.step(2), lambda: sleeper.step(2))
-        time.now += SILENCE * run.islands.heartbeat + 1
-        first.island.client.beat()
-        server.door.call("check_silence")
+        fall_silent(server, time, first)
         first.step(4)
         with ThreadPoolExecutor(1) as pool:
             woken = pool.submit(sleeper.step, 2)  # its exchange is of a round that is over
-            while not any(record["event"] == "join" and record["clock"] == 6 for record in server.log):
-                sleep(0.05)
-            sleep(0.2)
+            wait_for(server, "join", clock=6)
             first.step(2)
             woken.result(60)
         assert sleeper.island.behind == 8
@@ -220,8 +234,7 @@ def test_an_island_that_goes_back_to_an_older_checkpoint_continues_from_the_othe
         back.state, back.clock = older, 2
         with ThreadPoolExecutor(1) as pool:
             left_behind = pool.submit(back.step, 2)
-            while not any(record["event"] == "late" for record in server.log):
-                sleep(0.05)
+            wait_for(server, "late")
             first.step(2)
             left_behind.result(60)
         assert back.island.behind == 6

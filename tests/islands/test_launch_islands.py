@@ -15,28 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_islands import CONFIG
 
 from jaxtrain.islands.report.history import read_islands
 from jaxtrain.islands.status import read_status, status_table
 
 pytest.importorskip("ray", reason="islands on a cluster need Ray")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
-
-CONFIG = """
-name: run
-dir: {dir}
-steps: 24
-simulate: 2
-layout: fsdp
-mesh: {{fsdp: 2, data: 1}}
-precision: fp32
-model: {{embed: 32, layers: 2, mlp: 64, heads: 2}}
-data: {{sources: [{{path: {text}}}], sequence: 32, global_batch: 8, validation_fraction: 0, cache_dir: {dir}/cache}}
-optimizer: {{lr: 3.0e-3}}
-eval: {{every: null}}
-checkpoint: {{every: 12}}
-log: {{tensorboard: false, sample_tokens: 0}}
-"""
 
 
 def _parents() -> dict[int, int]:

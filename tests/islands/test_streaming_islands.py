@@ -12,11 +12,11 @@ import pytest
 from local_islands import LocalServer, Rows, agreed
 from test_coordinator import OneIsland, Time, config
 from test_island_identities import ADAMW, check, of_islands, one_program
-from test_islands_without_server import alone, together
+from test_islands_without_server import alone, catch_up, fall_silent, together, wait_for
 
 import jaxtrain
 from jaxtrain.errors import UserError
-from jaxtrain.islands.members import SILENCE, START_WAIT
+from jaxtrain.islands.members import START_WAIT
 from jaxtrain.islands.messages import SessionOverError
 from jaxtrain.planning.islands import priced_strategies
 from jaxtrain.planning.step_program import tree_bytes
@@ -149,10 +149,7 @@ def test_an_island_that_dies_while_a_fragment_travels_is_left_out(time: Time) ->
         [thread.start() for thread in threads]
         sleep(0.3)
         assert server.coordinator.version == 0
-        time.now += SILENCE * run.islands.heartbeat / 2
-        [each.island.client.beat() for each in islands[:3]]
-        time.now += SILENCE * run.islands.heartbeat / 2 + 1
-        server.door.call("check_silence")
+        fall_silent(server, time, *islands[:3])
         [thread.join(60) for thread in threads]
         check_equal(*islands[:3])
         assert [record["islands"] for record in server.log if record["event"] == "update"] == [(0, 1, 2)]
@@ -165,14 +162,8 @@ def test_one_that_comes_late_begins_with_what_was_agreed_on(time: Time) -> None:
         alone(first, 6, server, time)
         late = OneIsland(server, run, 1)
         assert late.clock == 6
-        arrived = []
-        thread = threading.Thread(target=lambda: arrived.append(late.island.client.catch_up()), daemon=True)
-        thread.start()
-        sleep(0.3)
-        first.step(3)
-        thread.join(60)
-        assert arrived[0].clock == 9
-        late.state, late.clock = late.island.with_values(late.state, arrived[0]), 9
+        catch_up(late, first, 3)
+        assert late.clock == 9
         check_equal(first, late)
         jax.tree.map(np.testing.assert_array_equal, late.params, kept(first)["outer"])
         together(lambda: first.step(6), lambda: late.step(6))
@@ -185,17 +176,13 @@ def test_old_work_is_dropped_and_the_island_goes_on_with_the_others(time: Time) 
     with LocalServer(run, time) as server:
         first, sleeper = (OneIsland(server, run, index) for index in range(2))
         together(lambda: first.step(3), lambda: sleeper.step(3))
-        time.now += SILENCE * run.islands.heartbeat + 1
-        first.island.client.beat()
-        server.door.call("check_silence")
+        fall_silent(server, time, first)
         first.step(3)
         thread = threading.Thread(
             target=sleeper.step, args=(3,), daemon=True
         )  # its exchange is of a round that is over
         thread.start()
-        while not any(record["event"] == "join" and record["clock"] == 6 for record in server.log):
-            sleep(0.05)
-        sleep(0.3)
+        wait_for(server, "join", clock=6)
         first.step(3)
         thread.join(60)
         assert sleeper.island.behind == 9
@@ -214,9 +201,7 @@ def test_an_island_that_goes_back_to_an_older_checkpoint_continues_from_the_othe
         thread = threading.Thread(target=back.step, daemon=True)
         thread.start()
         first.step(2)  # which both exchange
-        while not any(record["event"] == "late" for record in server.log):
-            sleep(0.05)
-        sleep(0.3)
+        wait_for(server, "late")
         first.step(3)
         thread.join(60)
         assert back.island.behind == 9

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launched import free_address
+from small_islands import CONFIG
 from test_slurm import said, slurm, until
 
 from jaxtrain.errors import UserError
@@ -19,20 +20,6 @@ from jaxtrain.islands.status import read_status
 
 __all__ = ["slurm"]
 pytest.importorskip("ray", reason="islands on a cluster need Ray")
-CONFIG = """
-dir: {dir}
-steps: 100
-simulate: 2
-layout: fsdp
-mesh: {{fsdp: 2, data: 1}}
-precision: fp32
-model: {{embed: 32, layers: 2, mlp: 64, heads: 2}}
-data: {{sources: [{{path: {text}}}], sequence: 32, global_batch: 8, validation_fraction: 0, cache_dir: {dir}/cache}}
-eval: {{every: null}}
-checkpoint: {{every: 12}}
-log: {{tensorboard: false, sample_tokens: 0}}
-islands: {{heartbeat: 1}}
-"""
 PAGE = Path(__file__).parents[2] / "docs/islands.md"
 
 
@@ -54,7 +41,7 @@ def test_a_requeued_job_of_islands_goes_on(tmp_path: Path, slurm: dict[str, str]
     assert script is not None
     line = script[1].replace("--islands 4", "--islands 2").replace("-N4", f"-N2 -o {tmp_path}/out")
     line = line.replace("PORT=6379", f"PORT={free_address().rpartition(':')[2]}")
-    job.write_text(line.replace("my.yaml", str(config)))
+    job.write_text(line.replace("my.yaml", f"{config} steps=100 islands.heartbeat=1"))
     environ = {**slurm, "PATH": os.pathsep.join([os.path.dirname(sys.executable), slurm["PATH"]])}
     environ |= {"PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"}
     number = said(["sbatch", "--parsable", str(job)], environ)
