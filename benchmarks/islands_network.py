@@ -31,7 +31,10 @@ RANDOM = (1 << 32) - 4096 + 56  # where a filter reads a random number of 32 bit
 # The first process of a machine: it has no children to wait for, so that the kernel removes those that end.
 FIRST = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
 MOUNTS = "mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp/ray"
-ACTORS = {"coordinator": ("ray::Coordinator", "ray::PeerCoordinator"), "servers": ("ray::ServerProcess",)}
+ACTORS = {
+    "coordinator": ("ray::Coordinator", "ray::PeerCoordinator", "ray::GossipCoordinator"),
+    "servers": ("ray::ServerProcess",),
+}
 
 
 class Machine:

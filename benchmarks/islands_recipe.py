@@ -77,10 +77,7 @@ def measure(way: str, seed: int, quick: bool) -> dict[str, Any]:
             done = subprocess.run(
                 [sys.executable, "-m", "jaxtrain.cli.main", *command, str(file)], stdin=subprocess.DEVNULL,
                 stdout=output, stderr=output, timeout=LIMIT,
-                env=os.environ | {
-                    "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": PATHS,
-                    "RAY_TMPDIR": name,  # where Ray looks for a cluster to join
-                },
+                env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": PATHS},
             )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{way} ended with {done.returncode}:\n{log.read_text()[-1500:]}")
