@@ -37,7 +37,12 @@ CASES = {
 
 def difference(sync: dict, count: int, weights: str, servers: int) -> float:
     data = Rows(weights=weights)
-    given = {"sync": sync, "steps": STEPS, "optimizer": ADAMW | {"grad_clip_norm": None}}
+    given = {
+        "model": {"type": "tiny_net:Left"},
+        "sync": sync,
+        "steps": STEPS,
+        "optimizer": ADAMW | {"grad_clip_norm": None},
+    }
     program = build_program(
         tiny_net.config(mesh={"replica": count}, **given), None, jax.devices()[:count], data.batch(0)
     )

@@ -41,6 +41,26 @@ class Net(nnx.Module):
         return {"square": (jnp.sum(batch["w"][:, None] * error**2), jnp.sum(batch["w"]))}
 
 
+class Left(nnx.Module):
+    """y ~ b tanh(a x): the gradient of a weight on the left of its product is no transposed product.
+
+    XLA turns a transposed product around, unless there is an all-reduce before the transposition. On processors without
+    AVX-512 it then rounds in another way, so that programs with and without replicas would differ in the last bit.
+    """
+
+    rows_are_independent = True
+
+    def __init__(self, *, env, rngs):
+        self.env = env
+        self.a = env.param(rngs, ("mlp", "embed"), (HIDDEN, WIDTH), normal)
+        self.b = env.param(rngs, ("embed", "mlp"), (WIDTH, HIDDEN), normal)
+
+    def loss(self, batch, key):
+        hidden = jnp.tanh(self.env.weight(self.a) @ batch["x"].T)
+        error = (self.env.weight(self.b) @ hidden).T - batch["y"]
+        return {"square": (jnp.sum(batch["w"][:, None] * error**2), jnp.sum(batch["w"]))}
+
+
 class Wide(nnx.Module):
     """y ~ tanh(tanh(x a) m) b, with a matrix that is worth rounding between two that are not."""
 
