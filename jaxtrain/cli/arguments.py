@@ -73,7 +73,7 @@ def _launch(parser: Parser) -> None:
     parser.set_defaults(command=())
     _add_common(parser, "overrides")
     _add_resume(parser, "auto")
-    add("--processes", type=int, metavar="P", help="worker processes on this node")
+    add("--processes", type=int, metavar="P", help="worker processes on this node; islands: of each island")
     add("--devices-per-process", type=int, metavar="D", help="(default: an equal share of `simulate`, or 1 GPU)")
     add("--fallback", action="append", default=[], metavar="'K=V ...'",
         help="overrides to try if the mesh does not fit the processes; may be repeated")  # fmt: skip

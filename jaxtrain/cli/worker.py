@@ -1,4 +1,7 @@
-"""Worker process of a launched run. An agent starts it: `python -m jaxtrain.cli.worker AGENT_PID RUN_DIR [OPTIONS]`."""
+"""Process of a launched run, which ends with the one that starts it: `python -m jaxtrain.cli.worker PARENT_PID ...`.
+
+The arguments that follow are those of `jaxtrain`, such as `resume RUN_DIR`.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from jaxtrain.io.system import exit_with_parent
 from jaxtrain.launch.exit_reasons import is_clean_exit
 
 
-def main(agent: int, directory: str, *options: str) -> NoReturn:
-    """Resumes a run, from step 0 if no checkpoint exists, and exits with the exit code of `jaxtrain resume`.
+def main(parent: int, *arguments: str) -> NoReturn:
+    """Runs a command of jaxtrain, and exits with its exit code.
 
     After a failure the process exits at once: a normal exit would wait inside JAX for the other processes, which
     wait for this one.
     """
-    exit_with_parent(agent)
+    exit_with_parent(parent)
     from jaxtrain.cli.main import main as command
 
     try:
-        code = command(["resume", directory, *options])
+        code = command(list(arguments))
     except BaseException:
         traceback.print_exc()
         code = 1

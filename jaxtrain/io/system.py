@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -24,6 +26,17 @@ def exit_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def kept_handler(number: int) -> Iterator[None]:
+    """Leaves the handler of a signal as it was before the block: that of a library in C, too, unlike `signal`."""
+    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # more than any system's `struct sigaction`
+    libc.sigaction(number, None, before)
+    try:
+        yield
+    finally:
+        libc.sigaction(number, before, None)
 
 
 def available_cores() -> int:

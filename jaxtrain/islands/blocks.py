@@ -51,6 +51,11 @@ class EncodedArray(NamedTuple):
     size: int
     bits: Bits
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that travel."""
+        return self.message.nbytes
+
 
 def encode(x: jax.Array, bits: Bits) -> jax.Array:
     """Returns the message of values, float32 [..., values] -> uint8 [..., bytes]."""

@@ -17,7 +17,7 @@ from jaxtrain.config.sections.island_config import island_config
 from jaxtrain.config.sections.islands import STALE, WITHOUT_MEAN
 from jaxtrain.core.program import Program, State
 from jaxtrain.data.objects.iterables import IterableData
-from jaxtrain.errors import DataError, UserError
+from jaxtrain.errors import DataError
 from jaxtrain.islands.client import Door, IslandClient, ServerClient
 from jaxtrain.islands.gossip.client import GossipClient
 from jaxtrain.islands.gossip.synchronizer import GossipIsland
@@ -60,8 +60,6 @@ class IslandCallback(Callback):
             raise DataError(
                 f"islands: {trainer.data.name} is read in order, and each island reads its rows; {expected}"
             )
-        if jax.process_count() > 1:
-            raise UserError(f"islands: island {self._island} has {jax.process_count()} processes; expected one")
         config, program = trainer.config, trainer.program
         rows = program.config.data.global_batch
         trainer.data = IslandRows(trainer.data, self._island, rows)

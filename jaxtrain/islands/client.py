@@ -16,27 +16,48 @@ from jaxtrain.errors import TrainingError
 from jaxtrain.islands.blocks import EncodedArray
 from jaxtrain.islands.messages import Hello, NobodyError, Pulled, Push, SessionOverError, Welcome
 from jaxtrain.islands.partition import Parts
-from jaxtrain.islands.pieces import pieces_of
+from jaxtrain.islands.pieces import Pieces, merged, pieces_of
 from jaxtrain.islands.server.public_values import with_message
 from jaxtrain.islands.trees import Flat, Path
 
 Arrays = Mapping[Path, jax.Array | EncodedArray]
+Refs = list[Any]  # references to pieces of values, one of each process of an island
 
 
 class Door(Protocol):
-    """Calls of the coordinator, and values on their way. Raises LostServerError if they are gone for good."""
+    """Calls of the coordinator, and values on their way. Raises LostServerError if they are gone for good.
+
+    Attributes:
+        is_first: this is the first process of the island, or the only one.
+    """
+
+    is_first: bool
 
     def call(self, method: str, *args: Any) -> Any:
         """Returns what a method of the coordinator returns, or raises what it raises."""
         ...
 
-    def put(self, value: Any) -> Any:
-        """Returns a reference to a value that others can read."""
+    def put(self, value: Any) -> Refs:
+        """Returns references to pieces of values that others can read."""
         ...
 
-    def get(self, refs: list[Any]) -> list[Any]:
-        """Returns the values of references."""
+    def get(self, refs: list[Any], by_first: bool = False) -> list[Any]:
+        """Returns the values of references; with `by_first` none in other processes than the first one."""
         ...
+
+
+def read_pieces(door: Door, sent: list[Refs], by_first: bool = False) -> list[Pieces]:
+    """Returns what references of several messages are to, with the pieces of all processes of their islands.
+
+    Args:
+        door: of this island.
+        sent: references of each message.
+        by_first: only the first process of this island needs them; the others get nothing.
+    """
+    found = iter(door.get([ref for refs in sent for ref in refs], by_first))
+    if by_first and not door.is_first:
+        return []
+    return [merged([next(found) for _ in refs]) for refs in sent]
 
 
 class Arrived(NamedTuple):
@@ -131,8 +152,9 @@ class IslandClient(ABC):
 
     @abstractmethod
     def exchange(
-        self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None
-    ) -> Arrived:
+        self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None,
+        is_finite: bool = True,
+    ) -> Arrived:  # fmt: skip
         """Sends arrays and returns what the island goes on with. Waits for it, as long as the policy says.
 
         Args:
@@ -141,6 +163,7 @@ class IslandClient(ABC):
             clock: steps of the island.
             tokens: that it has trained on since the last exchange.
             loss: of its last step.
+            is_finite: all values are. Servers look themselves.
         """
 
     def beat(self) -> None:
@@ -266,8 +289,9 @@ class ServerClient(IslandClient):
         return self._wait(initial, clock, 0)
 
     def exchange(
-        self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None
-    ) -> Arrived:
+        self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None,
+        is_finite: bool = True,
+    ) -> Arrived:  # fmt: skip
         """Pushes arrays and reads, as long as the policy says; see `IslandClient`."""
         refs, nbytes = self._put(arrays)
         push, version = Push(clock, tokens, refs, nbytes, loss), self._version
@@ -293,10 +317,10 @@ class ServerClient(IslandClient):
             self.waited += time.monotonic() - begin
         return self._arrived(pulled, nbytes)
 
-    def _put(self, arrays: Arrays) -> tuple[list[Any], int]:
-        found = [pieces_of(arrays, parts) for parts in self._joined.parts]
-        nbytes = sum(piece.values.nbytes for each in found for pieces in each.values() for piece in pieces)
-        return [self._door.put(each) for each in found], nbytes
+    def _put(self, arrays: Arrays) -> tuple[list[Refs], int]:
+        """Returns references to what each server gets, and the bytes of all processes of the island."""
+        refs = [self._door.put(pieces_of(arrays, parts)) for parts in self._joined.parts]
+        return refs, sum(array.nbytes for array in arrays.values())
 
     def _arrived(self, pulled: Pulled, nbytes: int) -> Arrived:
         self._version = pulled.version

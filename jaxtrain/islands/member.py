@@ -30,8 +30,9 @@ def this_island(config: Config, environ: Mapping[str, str] = os.environ) -> Call
 
     def connect(trainer: TrainerView) -> Door:
         import_optional("ray", "an island", "islands")
+        from jaxtrain.islands.processes.ray_mail import process_door
         from jaxtrain.islands.ray_engine import RayDoor
 
-        return RayDoor(environ[ADDRESS], environ[RUN])
+        return process_door(RayDoor(environ[ADDRESS], environ[RUN]), int(index), environ[RUN])
 
     return IslandCallback(int(index), connect)

@@ -81,14 +81,14 @@ class Push:
     Attributes:
         clock: its steps.
         tokens: that it has trained on since its last push.
-        refs: references to its pieces, one for each server.
+        refs: references to its pieces, those of all its processes for each server.
         nbytes: of these.
         loss: of its last step, for the status.
     """
 
     clock: int
     tokens: float
-    refs: list[Any] = field(repr=False)
+    refs: list[list[Any]] = field(repr=False)
     nbytes: int = 0
     loss: float | None = None
 

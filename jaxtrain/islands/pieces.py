@@ -25,12 +25,26 @@ class TensorPiece(NamedTuple):
     values: np.ndarray | EncodedBlock
 
 
+Pieces = Mapping[Path, Sequence[TensorPiece]]
+
+
 def pieces_of(arrays: Mapping[Path, jax.Array | EncodedArray], parts: Parts) -> dict[Path, list[TensorPiece]]:
     """Returns what one server gets of device arrays: the shards of this process that meet its parts, each once."""
     return {path: _of_any(arrays[path], part) for path, part in parts.items()}
 
 
-def decoded(pieces: Mapping[Path, Sequence[TensorPiece]]) -> dict[Path, list[TensorPiece]]:
+def merged(pieces: Sequence[Pieces]) -> dict[Path, list[TensorPiece]]:
+    """Returns the pieces of all processes of an island."""
+    paths = dict.fromkeys(path for each in pieces for path in each)
+    return {path: [piece for each in pieces for piece in each.get(path, ())] for path in paths}
+
+
+def whole_pieces(values: Flat) -> dict[Path, list[TensorPiece]]:
+    """Returns values as pieces, one for each tensor."""
+    return {path: [TensorPiece((0,) * x.ndim, x)] for path, x in values.items()}
+
+
+def decoded(pieces: Pieces) -> dict[Path, list[TensorPiece]]:
     """Returns pieces of values: those that have travelled in few bits are float32."""
 
     def one(piece: TensorPiece) -> TensorPiece:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from jaxtrain.errors import TrainingError
 from jaxtrain.io.atomic import write_atomic
 from jaxtrain.io.jsonl import AppendedFile, PostponedError, encode_record
 from jaxtrain.io.packages import import_optional
+from jaxtrain.io.system import kept_handler
 from jaxtrain.islands.gossip.coordinator import GossipCoordinator
 from jaxtrain.islands.messages import LostValueError
 from jaxtrain.islands.peers.coordinator import PeerCoordinator
@@ -157,7 +159,9 @@ def connect(address: str, namespace: str, timeout: float, find: Callable[[], Any
     def attempt() -> None:
         try:
             if not ray.is_initialized():
-                ray.init(address=address, namespace=namespace, **QUIET)
+                # Ray's own handler ends the process 3 s after the signal, in the middle of a save.
+                with kept_handler(signal.SIGTERM):
+                    ray.init(address=address, namespace=namespace, **QUIET)
             found.append(find())
         except Exception as error:
             found.append(error)
@@ -230,7 +234,7 @@ def start_coordinator(config: Config, folder: Path, launcher: str, silence: floa
 
 
 class RayDoor:
-    """Door of an island.
+    """Door of an island's process.
 
     Args:
         address: of the Ray cluster.
@@ -240,6 +244,8 @@ class RayDoor:
     Raises:
         LostServerError: no cluster, or no coordinator of the run there.
     """
+
+    is_first = True
 
     def __init__(self, address: str, namespace: str, timeout: float = CONNECT_TIMEOUT) -> None:
         self._actor = connect(address, namespace, timeout, lambda: ray.get_actor(NAME, namespace))
@@ -258,11 +264,11 @@ class RayDoor:
                     raise LostServerError(f"islands: the server does not answer ({name})") from None
                 time.sleep(0.2)
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: Any) -> list[Any]:
         """Puts a value into Ray's store."""
-        return ray.put(value)
+        return [ray.put(value)]
 
-    def get(self, refs: list[Any]) -> list[Any]:
+    def get(self, refs: list[Any], by_first: bool = False) -> list[Any]:
         """Reads values from Ray's store, without copying those that are on this machine."""
         try:
             return ray.get(refs, timeout=VALUE_TIMEOUT)

@@ -233,7 +233,7 @@ class RoundIsland(IslandSynchronizer):
         values = self.outgoing(state)
         is_finite = bool(self._is_finite(list(values.values())))
         pushed, residual = self.encoded(values, state)
-        arrived = self.client.exchange(pushed, lambda: self.initial(state), clock, tokens, loss)
+        arrived = self.client.exchange(pushed, lambda: self.initial(state), clock, tokens, loss, is_finite)
         if not is_finite:
             state = self.healed(state)
         new = self._with_residual(self.with_values(state, arrived), residual, arrived)

@@ -40,7 +40,7 @@ def worker_command(deadline: float | None, script: Sequence[str] = ()) -> Worker
     def build(directory: str) -> Sequence[str]:
         if script:
             return script_command(script, RUN, directory)
-        return [sys.executable, "-m", "jaxtrain.cli.worker", str(os.getpid()), directory, *options]
+        return [sys.executable, "-m", "jaxtrain.cli.worker", str(os.getpid()), "resume", directory, *options]
 
     return build
 

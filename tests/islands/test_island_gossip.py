@@ -196,7 +196,7 @@ def test_a_value_that_is_lost_is_left_out(time: Time) -> None:
         islands = opened(server, run, 2)
         before, get, lost = table(islands), server.door.get, threading.Lock()
 
-        def fails_once(refs: list[Any]) -> list[Any]:
+        def fails_once(refs: list[Any], by_first: bool = False) -> list[Any]:
             if lost.acquire(blocking=False):
                 raise LostValueError("islands: a value is lost (OwnerDiedError)")
             return get(refs)

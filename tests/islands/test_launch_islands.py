@@ -2,113 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from small_islands import CONFIG
+from launched_islands import Launched, arguments_of, losses
 
 from jaxtrain.islands.report.history import read_islands
 from jaxtrain.islands.status import read_status, status_table
 
 pytest.importorskip("ray", reason="islands on a cluster need Ray")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
-
-
-def _parents() -> dict[int, int]:
-    """Parents of all processes. `ps` is not asked: it cuts its lines at $COLUMNS."""
-    parents = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
-    return parents
-
-
-def _arguments(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:  # it has ended
-        return ""
-
-
-class Launched:
-    """A launcher in a session of its own."""
-
-    def __init__(self, folder: Path, *overrides: str, islands: int = 2) -> None:
-        self.run, config = folder / "run", folder / "config.yaml"
-        text = folder / "text.txt"
-        text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-        config.write_text(CONFIG.format(dir=folder, text=text))
-        command = [
-            sys.executable,
-            "-m",
-            "jaxtrain.cli.main",
-            "launch",
-            "islands",
-            "--islands",
-            str(islands),
-            str(config),
-        ]
-        other = "127.0.0.1:1"  # of a cluster that the run does not join
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "RAY_ADDRESS": other}
-        self.process = subprocess.Popen(
-            [*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
-            start_new_session=True,
-        )  # fmt: skip
-
-    def finish(self, timeout: float = 300) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=timeout)
-        return self.process.returncode, output
-
-    def log(self) -> list[dict[str, Any]]:
-        try:
-            return [json.loads(line) for line in (self.run / "server/pushes.jsonl").read_text().splitlines()]
-        except FileNotFoundError:
-            return []
-
-    def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool], timeout: float = 200) -> None:
-        end = time.monotonic() + timeout
-        while not condition(self.log()):
-            assert self.process.poll() is None, self.finish()
-            assert time.monotonic() < end, self.log()[-20:]
-            time.sleep(0.2)
-
-    def children(self, name: str) -> list[int]:
-        """Processes below the launcher whose command line has a text."""
-        parents = _parents()
-        below = {self.process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in below} - below:
-            below |= more
-        return sorted(pid for pid in below if name in _arguments(pid))
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    started: list[Launched] = []
-
-    def start(*overrides: str, **options: Any) -> Launched:
-        started.append(Launched(tmp_path, *overrides, **options))
-        return started[-1]
-
-    yield start
-    for each in started:
-        if each.process.poll() is None:
-            os.killpg(each.process.pid, signal.SIGKILL)
-            each.process.wait()
-
-
-def losses(run: Path, island: int) -> dict[int, float]:
-    lines = (run / f"island-{island}/metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines) if "loss" in record}
 
 
 def test_a_run_of_rounds_has_a_status_and_leaves_nothing_behind(launch: Callable[..., Launched]) -> None:
@@ -132,7 +42,7 @@ def test_a_run_of_rounds_has_a_status_and_leaves_nothing_behind(launch: Callable
     assert [line.split()[:2] for line in table.splitlines()[2:]] == [["0", "24"], ["1", "24"]]
     # Ray kills a raylet that does not end in a second, and its agents notice within a minute.
     end = time.monotonic() + 120
-    while left := [_arguments(pid) for pid in below if Path(f"/proc/{pid}").exists()]:
+    while left := [arguments_of(pid) for pid in below if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < end, left
         time.sleep(0.2)
 
@@ -144,7 +54,7 @@ def test_a_killed_island_and_a_killed_server_lose_nothing(launch: Callable[..., 
     os.kill(launched.children("ServerProcess")[0], signal.SIGKILL)
     seen = len(launched.log())
     launched.wait_for(lambda log: len(log) > seen + 20)
-    island = next(pid for pid in launched.children("cli.worker") if "island-1" in _arguments(pid))
+    island = next(pid for pid in launched.children("cli.worker") if "island-1" in arguments_of(pid))
     os.kill(island, signal.SIGKILL)
     code, output = launched.finish()
     assert code == 0, output
@@ -192,7 +102,7 @@ def test_islands_without_a_server_go_on_without_one_that_is_killed_and_take_it_i
     launched = launch(*sync)
     launched.wait_for(lambda log: sum(record["event"] == "update" for record in log) > 3)
     assert not launched.children("ServerProcess")
-    island = next(pid for pid in launched.children("cli.worker") if "island-1" in _arguments(pid))
+    island = next(pid for pid in launched.children("cli.worker") if "island-1" in arguments_of(pid))
     os.kill(island, signal.SIGKILL)
     seen = len(launched.log())
     launched.wait_for(lambda log: [0] in [record.get("islands") for record in log[seen:]])
@@ -219,7 +129,7 @@ def test_islands_gossip_without_one_that_is_killed_and_take_it_in_again(launch: 
     launched = launch(*sync, "steps=600", "data.global_batch=12", "islands.heartbeat=1", islands=3)
     launched.wait_for(lambda log: sum(record["event"] == "update" for record in log) > 9)
     assert not launched.children("ServerProcess")
-    island = next(pid for pid in launched.children("cli.worker") if "island-1" in _arguments(pid))
+    island = next(pid for pid in launched.children("cli.worker") if "island-1" in arguments_of(pid))
     os.kill(island, signal.SIGKILL)
     seen = len(launched.log())
     launched.wait_for(lambda log: [0, 2] in [record.get("islands") for record in log[seen:]])

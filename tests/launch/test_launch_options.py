@@ -7,7 +7,10 @@ import argparse
 import pytest
 
 from jaxtrain.cli.arguments import COMMANDS
+from jaxtrain.config import Config
 from jaxtrain.errors import UserError
+from jaxtrain.launch.islands.options import parse_islands
+from jaxtrain.launch.islands.run import island_command
 from jaxtrain.launch.options import parse_options, resume_command
 from jaxtrain.launch.supervisor import worker_command
 
@@ -16,6 +19,30 @@ def parsed(*arguments: str, **environ: str):
     parser = argparse.ArgumentParser()
     COMMANDS["launch"].add_arguments(parser)
     return parse_options(parser.parse_intermixed_args(arguments), environ)
+
+
+def of_islands(*arguments: str) -> tuple[str, ...]:
+    """The command that an island of 4 simulated devices is."""
+    parser = argparse.ArgumentParser()
+    COMMANDS["launch"].add_arguments(parser)
+    options = parse_islands(parser.parse_intermixed_args(["islands", "c.yaml", *arguments]))
+    return island_command(options, Config(simulate=4))
+
+
+def test_an_island_of_several_processes_or_nodes_is_launched():
+    fixed = ("--max-restarts=5", "--collective-timeout=300")
+    assert of_islands("--islands", "2") == ("resume",)
+    local = ("launch", "local", "--devices-per-process=2", "--processes=2")
+    assert of_islands("--processes", "2") == (*local, *fixed)
+    nodes = ("--here", "1", "--nodes", "2", "--node", "1", "--coordinator", "head:29400")
+    shared = ("--nodes=2", "--node=1", "--coordinator=head:29400")
+    found = of_islands(*nodes, "--processes", "2", "--devices-per-process", "3")
+    given = ("--processes=2", "--devices-per-process=3", *fixed, *shared)  # of two of one option the last one counts
+    assert found == ("launch", "node", "--devices-per-process=1", *given)
+    assert of_islands("--processes", "3") == ("launch", "local", "--processes=3", *fixed)  # which says what is wrong
+    for here in ([], ["--here", "0,1"]):
+        with pytest.raises(UserError, match="launch: --nodes 2: expected --here with the island that has them"):
+            of_islands("--nodes", "2", *here)
 
 
 def test_local_listens_on_loopback_alone():
@@ -69,7 +96,7 @@ def test_what_is_missing_or_wrong_is_one_line(arguments, said):
 def test_workers_hear_of_a_deadline_only_where_one_is_given():
     for given, expected in (((), []), (("--deadline=2.5",), ["--deadline=2.5"])):
         chosen = parsed("local", "c.yaml", "--processes=2", *given)
-        assert list(worker_command(chosen.deadline)("/runs/a"))[4:] == ["/runs/a", *expected]
+        assert list(worker_command(chosen.deadline)("/runs/a"))[4:] == ["resume", "/runs/a", *expected]
 
 
 def test_the_command_that_goes_on():

@@ -60,7 +60,7 @@ def command(arguments):
     return int(sys.argv[1])
 jaxtrain.cli.main.main = command
 atexit.register(print, "waited for the others")
-worker.main(os.getppid(), "DIR")
+worker.main(os.getppid(), "resume", "DIR")
 """
 
 

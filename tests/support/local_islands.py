@@ -48,12 +48,12 @@ class LocalServers:
             specs = {path: part.spec(hello.specs[path]) for path, part in parts.items()}
             self.servers.append(ServerProcess(hello.rule, specs, hello.bits))
 
-    async def begin(self, refs: list[Any]) -> None:
+    async def begin(self, refs: list[list[Any]]) -> None:
         held = await self.hold(refs)
         self._keep([server.begin(flat) for server, flat in zip(self.servers, held.refs)])
 
-    async def hold(self, refs: list[Any]) -> Held:
-        found = [server.hold(pieces) for server, pieces in zip(self.servers, refs)]
+    async def hold(self, refs: list[list[Any]]) -> Held:
+        found = [server.hold(*pieces) for server, pieces in zip(self.servers, refs)]
         return Held([flat for flat, _ in found], all(finite for _, finite in found))
 
     async def update(self, header: Header, pushes: list[Held]) -> None:
@@ -78,16 +78,18 @@ class LocalServers:
 class LocalDoor:
     """Calls a coordinator in the thread of its event loop."""
 
+    is_first = True
+
     def __init__(self, coordinator: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.coordinator, self._loop = coordinator, loop
 
     def call(self, method: str, *args: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(getattr(self.coordinator, method)(*args), self._loop).result(120)
 
-    def put(self, value: Any) -> Any:
-        return jax.tree.map(lambda x: x.copy() if hasattr(x, "copy") else x, value)  # as a store does
+    def put(self, value: Any) -> list[Any]:
+        return [jax.tree.map(lambda x: x.copy() if hasattr(x, "copy") else x, value)]  # as a store does
 
-    def get(self, refs: list[Any]) -> list[Any]:
+    def get(self, refs: list[Any], by_first: bool = False) -> list[Any]:
         return refs
 
 

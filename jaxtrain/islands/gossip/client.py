@@ -13,7 +13,7 @@ from jaxtrain.islands.gossip.coordinator import Come, Gathered
 from jaxtrain.islands.gossip.meetings import Neighbour, Sent
 from jaxtrain.islands.messages import Hello, LostValueError, SessionOverError
 from jaxtrain.islands.partition import Part, Parts
-from jaxtrain.islands.pieces import assemble, pieces_of
+from jaxtrain.islands.pieces import assemble, merged, pieces_of
 from jaxtrain.islands.trees import Flat, Path
 
 
@@ -53,8 +53,8 @@ class GossipClient(ServerlessClient):
         """
         message = pieces_of(arrays, self._whole) if is_finite else {}  # which nobody reads
         number = clock // self._every - 1
-        nbytes = sum(piece.values.nbytes for pieces in message.values() for piece in pieces)
-        come = Come(number, clock, tokens, loss, Sent([self._door.put(message)], is_finite))
+        nbytes = sum(x.nbytes for x in arrays.values()) if is_finite else 0
+        come = Come(number, clock, tokens, loss, Sent(self._door.put(message), is_finite))
         while True:
             try:
                 return self._met(self._asked("come", come), number, clock, nbytes)
@@ -66,7 +66,7 @@ class GossipClient(ServerlessClient):
     def give(self, values: Mapping[Path, jax.Array]) -> None:
         """Gives values to the islands that wait for them, after a meeting."""
         with suppress(SessionOverError):  # else they get them from another island
-            self._call("give", [self._door.put(pieces_of(values, self._whole))])
+            self._call("give", self._door.put(pieces_of(values, self._whole)))
 
     def linger(self) -> None:
         """Waits until those that are there have read what the island has sent, which ends with its process."""
@@ -91,10 +91,10 @@ class GossipClient(ServerlessClient):
         if neighbour.sent is None or not neighbour.sent.is_finite:
             return None
         try:
-            (message,) = self._door.get(neighbour.sent.refs)
+            pieces = merged(self._door.get(neighbour.sent.refs))
         except LostValueError:
             return None
-        return assemble(message, self._hello.specs)
+        return assemble(pieces, self._hello.specs)
 
     def _values(self, clock: int) -> Arrived:
         """Returns the values of another island, which are of its next meeting: it is as far."""
@@ -102,8 +102,7 @@ class GossipClient(ServerlessClient):
             self._call("ask")
             clock, refs = self._asked("values")
             with suppress(LostValueError):
-                (message,) = self._door.get(refs)
-                values = assemble(message, self._hello.specs)
+                values = assemble(merged(self._door.get(refs)), self._hello.specs)
                 return Arrived([(self._whole, values)], clock, 0, {}, _size(values))
 
 

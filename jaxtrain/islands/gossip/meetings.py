@@ -21,7 +21,7 @@ class Sent(NamedTuple):
     """Values that an island sends to a meeting.
 
     Attributes:
-        refs: references to its values, in a list of one.
+        refs: references to its values, one of each process of the island.
         is_finite: all of them are finite.
     """
 

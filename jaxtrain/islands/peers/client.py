@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any, cast
 
 import jax
 
-from jaxtrain.islands.client import Arrays, Arrived, Door, ServerlessClient
+from jaxtrain.islands.client import Arrays, Arrived, Door, Refs, ServerlessClient, read_pieces
 from jaxtrain.islands.messages import Hello, LostValueError, SessionOverError
 from jaxtrain.islands.partition import STACKED, Part, Parts, Spec, partition
 from jaxtrain.islands.peers.coordinator import CountedRound, LeftBehindError, Ready, TryAgainError
 from jaxtrain.islands.peers.rounds import Place, RoundAttempt
-from jaxtrain.islands.pieces import TensorPiece, assemble, decoded, pieces_of
-from jaxtrain.islands.server.rules import Header, is_finite, weighted_mean
+from jaxtrain.islands.pieces import Pieces, assemble, decoded, merged, pieces_of, whole_pieces
+from jaxtrain.islands.server.rules import Header, weighted_mean
 from jaxtrain.islands.trees import Flat, Path
 
 
@@ -46,28 +46,29 @@ class PeerClient(ServerlessClient):
         return self._stand(clock, self._place) or Arrived([], clock, 0, {}, place=self._place)
 
     def exchange(
-        self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None
-    ) -> Arrived:
+        self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None,
+        is_finite: bool = True,
+    ) -> Arrived:  # fmt: skip
         """Averages with the others, as often as islands leave in the middle of it; see `IslandClient`."""
-        return self.average(cast(Flat, arrays), clock, tokens, loss)  # none is in few bits
+        return self.average(cast(Flat, arrays), clock, tokens, loss, is_finite)  # none is in few bits
 
     def average(
-        self, arrays: Flat, clock: int, tokens: float, loss: float | None = None, waited: float | None = None
-    ) -> Arrived:
+        self, arrays: Flat, clock: int, tokens: float, loss: float | None = None, is_finite: bool = True,
+        waited: float | None = None,
+    ) -> Arrived:  # fmt: skip
         """Averages as `exchange` does, for an island that waits meanwhile, or trains on.
 
         Args:
-            arrays: values; those that are not finite are left out.
+            arrays: the values.
             clock: steps of the island at the end of the round.
             tokens: that the values were trained on.
             loss: of its last step.
+            is_finite: all values are; else they are left out.
             waited: seconds that it has waited for the exchange before this one; None: it waits meanwhile.
         """
-        own = [piece.values for pieces in pieces_of(arrays, _whole(arrays)).values() for piece in pieces]
-        is_whole = is_finite(own)
         while True:
             try:
-                return self._averaged(arrays, Ready(self._place, tokens, is_whole, clock, loss, waited))
+                return self._averaged(arrays, Ready(self._place, tokens, is_finite, clock, loss, waited))
             except TryAgainError:
                 continue
             except LeftBehindError:
@@ -81,20 +82,20 @@ class PeerClient(ServerlessClient):
         """Gives values to the islands that wait for them, after a round that counts."""
         specs = {path: Spec(value.shape, value.dtype) for path, value in values.items()}
         with suppress(SessionOverError):  # else they get them from another island
-            self._call("give", self._place, [self._door.put((specs, pieces_of(values, _whole(values))))])
+            self._call("give", self._place, (specs, self._door.put(pieces_of(values, _whole(values)))))
 
     def _values(self, clock: int) -> Arrived:
         """Returns the values of another island, once it has done as many steps."""
         while True:
             self._call("ask")
-            place, refs = self._asked("values")
+            place, (specs, refs) = self._asked("values")
             if place.number * self._every < clock:
                 continue
             try:
-                ((specs, pieces),) = self._door.get(refs)
+                values = assemble(merged(self._door.get(refs)), specs)
             except LostValueError:
                 continue
-            self._place, values = place, assemble(pieces, specs)
+            self._place = place
             return Arrived(
                 [(_whole(values), values)], place.number * self._every, 0, {}, _sizes(values), place=place
             )  # fmt: skip
@@ -120,25 +121,30 @@ class PeerClient(ServerlessClient):
         islands, number = attempt.islands, attempt.number
         whole = {path: Spec(tuple(x.shape), x.dtype) for path, x in arrays.items()}
         own, parts = islands.index(self.index), self._parts(tuple(whole.items()), len(attempt.entries))
-        messages = [pieces_of(arrays, part) for part in parts]
-        sent = sum(_nbytes(message) for i, message in enumerate(messages) if i != own)
-        arrived = self._swapped(number, "values", [self._door.put(message) for message in messages])
-        received = sum(_nbytes(pieces) for i, pieces in enumerate(arrived) if i != own)
-        specs = {path: part.spec(whole[path]) for path, part in parts[own].items()}
-        header = Header(
-            islands, tuple(entry.tokens for entry in attempt.entries), (1.0,) * len(islands), 0, 1.0,
-            tuple(entry.is_finite for entry in attempt.entries),
-        )  # fmt: skip
-        mean = weighted_mean([assemble(decoded(pieces), specs) for pieces in arrived], header.weights())
-        means = self._swapped(number, "mean", [self._door.put(mean)] * len(islands))
-        sent += (len(islands) - 1) * _sizes(mean)
-        received += sum(_sizes(each) for i, each in enumerate(means) if i != own)
+        specs = [{path: part.spec(whole[path]) for path, part in each.items()} for each in parts]
+        sizes = [sum(spec.nbytes for spec in each.values()) for each in specs]
+        arrived = self._swapped(number, "values", [self._door.put(pieces_of(arrays, part)) for part in parts], True)
+        mean: Flat = {}
+        if self._door.is_first:
+            flats = [assemble(decoded(pieces), specs[own]) for pieces in arrived]
+            mean = weighted_mean(flats, _weights(attempt))
+        found = self._swapped(number, "mean", [self._door.put(whole_pieces(mean))] * len(islands))
+        means = [assemble(pieces, spec) for pieces, spec in zip(found, specs)]
+        others, nbytes = len(islands) - 1, list(map(_sizes, means))
+        sent, received = sum(sizes) - sizes[own] + others * nbytes[own], others * sizes[own] + sum(nbytes) - nbytes[own]
         return list(zip(parts, means)), sent, received
 
-    def _swapped(self, number: int, name: str, refs: list[Any]) -> list[Any]:
-        """Returns what all islands of an attempt have sent to this one, which has sent them references."""
+    def _swapped(self, number: int, name: str, refs: list[Refs], by_first: bool = False) -> list[Pieces]:
+        """Returns what all islands of an attempt have sent to this one, which has sent them references.
+
+        Args:
+            number: of the attempt.
+            name: of what is sent.
+            refs: for each island.
+            by_first: the first process of the island alone reads it.
+        """
         self._call("send", number, name, refs)
-        return self._door.get(self._asked("collect", number, name))
+        return read_pieces(self._door, self._asked("collect", number, name), by_first)
 
 
 def _in_rows(specs: Mapping[Path, Spec]) -> dict[Path, Spec]:
@@ -150,8 +156,11 @@ def _whole(paths: Iterable[Path]) -> Parts:
     return dict.fromkeys(paths, Part())
 
 
-def _nbytes(pieces: Mapping[Path, Sequence[TensorPiece]]) -> int:
-    return sum(piece.values.nbytes for found in pieces.values() for piece in found)
+def _weights(attempt: RoundAttempt) -> Any:
+    """Returns the shares of the islands in the mean, by their tokens."""
+    entries = attempt.entries
+    tokens, are_finite = tuple(entry.tokens for entry in entries), tuple(entry.is_finite for entry in entries)
+    return Header(attempt.islands, tokens, (1.0,) * len(entries), 0, 1.0, are_finite).weights()
 
 
 def _sizes(values: Flat) -> int:

@@ -42,11 +42,11 @@ class Given(NamedTuple):
 
     Attributes:
         place: that round.
-        refs: references to the values.
+        values: their shapes, and references to them.
     """
 
     place: Place
-    refs: list[Any]
+    values: tuple[Any, list[Any]]
 
 
 class CountedRound(NamedTuple):
@@ -142,11 +142,11 @@ class PeerCoordinator(BaseCoordinator):
         self._members.find(island, session)
         return await self._wait(given, island, session)
 
-    async def give(self, island: int, session: int, place: Place, refs: list[Any]) -> None:
-        """Takes the values of an island for those that wait for them."""
+    async def give(self, island: int, session: int, place: Place, values: tuple[Any, list[Any]]) -> None:
+        """Takes the values of an island for those that wait for them: their shapes, and references to them."""
         self._members.find(island, session)
         if place == self.rounds.place:
-            self._given = Given(place, refs)
+            self._given = Given(place, values)
             for each in self.rounds.gave():
                 self.members[each].read_at = self.version
             await self._tell()

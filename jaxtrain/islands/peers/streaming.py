@@ -146,11 +146,13 @@ class StreamingIsland(PeerIsland):
 
     def _started(self, state: State, due: int, loss: float | None) -> PendingExchange:
         """Begins the exchange of what a state has in flight."""
-        parts, mutable = self._message(self._fragment(due), state[SYNC]["own"], self.float_mutable(state))
+        fragment, own, mutable = self._fragment(due), state[SYNC]["own"], self.float_mutable(state)
+        parts, mutable, is_finite = self._message(fragment, own, mutable)
         tokens, clock = float(state[SYNC]["sent_tokens"]), due * self._sync.interval
         waited = self._waited if self._sync.streaming.tau else None
         self._peers.stand_at(self.place(state))
-        return PendingExchange(due, partial(self._peers.average, parts | mutable, clock, tokens, loss, waited))
+        average = partial(self._peers.average, parts | mutable, clock, tokens, loss, bool(is_finite), waited)
+        return PendingExchange(due, average)
 
     def _received(self, state: State, clock: int) -> tuple[State, Metrics]:
         """Returns the state after the exchange that is due, and metrics of it. Waits."""
@@ -188,16 +190,17 @@ class StreamingIsland(PeerIsland):
         }
         return {path[1]: x for path, x in place_tree(arrived.values, placed).items()}
 
-    def _parts_of(self, fragment: int, own: Any, mutable: Flat) -> tuple[Flat, Flat]:
-        """Returns the parts of a fragment in flight, not finite if the island was not, and mutable variables."""
-        is_present = own["weights"][0] > 0
+    def _parts_of(self, fragment: int, own: Any, mutable: Flat) -> tuple[Flat, Flat, jax.Array]:
+        """Returns the parts of a fragment in flight, mutable variables, and if all numbers of the island are finite."""
         flight = {path: x[0] for path, x in own["flight"].items()}
         parameters = self._fragments.parameters
         found = {path: parameters[path].join(flight[path]) for path in self._fragments.cut_paths(fragment)}
         found |= {PACK: flight[PACK]} if PACK in flight else {}
         placed = {path: jax.lax.with_sharding_constraint(x, self._shardings[path]) for path, x in found.items()}
-        parts = {(SENT, path): jnp.where(is_present, x, jnp.nan) for path, x in placed.items()}
-        return parts, {path: jnp.copy(x) for path, x in mutable.items()}
+        parts = {(SENT, path): x for path, x in placed.items()}
+        finite = [jnp.isfinite(x).all() for x in (*parts.values(), *mutable.values())]
+        is_finite = jnp.stack([own["weights"][0] > 0, *finite]).all()
+        return parts, {path: jnp.copy(x) for path, x in mutable.items()}, is_finite
 
     def _captured(
         self, fragment: int, own: Any, params: Any, tokens: jax.Array, mutable: Flat

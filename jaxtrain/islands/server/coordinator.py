@@ -51,11 +51,11 @@ class Servers(Protocol):
         """Starts the servers for the tensors and the rule of the first island."""
         ...
 
-    async def begin(self, refs: list[Any]) -> None:
+    async def begin(self, refs: list[list[Any]]) -> None:
         """Takes the initial values."""
         ...
 
-    async def hold(self, refs: list[Any]) -> Held:
+    async def hold(self, refs: list[list[Any]]) -> Held:
         """Takes a push, which then no longer depends on the island."""
         ...
 
@@ -144,7 +144,7 @@ class Coordinator(BaseCoordinator):
             return True
         return self._starts_by is not None and self._now() >= self._starts_by
 
-    async def begin(self, island: int, session: int, refs: list[Any]) -> tuple[list[Any], int]:
+    async def begin(self, island: int, session: int, refs: list[list[Any]]) -> tuple[list[Any], int]:
         """Takes the initial values of an island, unless another was faster. Returns what it reads, and its version."""
         member = self._members.find(island, session)
         async with self._lock:

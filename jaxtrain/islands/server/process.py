@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxtrain.io.atomic import open_atomic
 from jaxtrain.islands.partition import Spec
-from jaxtrain.islands.pieces import TensorPiece, assemble, decoded
+from jaxtrain.islands.pieces import Pieces, assemble, decoded, merged
 from jaxtrain.islands.server.public_values import Message, PublicValues
 from jaxtrain.islands.server.rules import Header, Rule, average, is_finite
 from jaxtrain.islands.trees import Flat, Path, flatten_dict, unflatten_dict
@@ -47,13 +47,16 @@ class ServerProcess:
         """Returns the number of the process."""
         return os.getpid()
 
-    def hold(self, pieces: Mapping[Path, list[TensorPiece]]) -> tuple[Flat, bool]:
+    def hold(self, *pieces: Pieces) -> tuple[Flat, bool]:
         """Returns the tensors of a push, and True if all numbers are finite.
+
+        Args:
+            pieces: of each process of the island.
 
         Raises:
             ValueError: pieces are missing.
         """
-        flat = assemble(decoded(pieces), self._specs)
+        flat = assemble(decoded(merged(pieces)), self._specs)
         return flat, is_finite(flat)
 
     def begin(self, flat: Flat) -> Values:

@@ -57,15 +57,15 @@ class RayServers:
             self._actors.append(options.remote(hello.rule, specs, hello.bits))
         await asyncio.gather(*(actor.pid.remote() for actor in self._actors))
 
-    async def begin(self, refs: list[Any]) -> None:
+    async def begin(self, refs: list[list[Any]]) -> None:
         """Takes the initial values."""
         held = await self.hold(refs)
         calls = [actor.begin.options(num_returns=4) for actor in self._actors]
         await self._keep([call.remote(ref) for call, ref in zip(calls, held.refs)])
 
-    async def hold(self, refs: list[Any]) -> Held:
+    async def hold(self, refs: list[list[Any]]) -> Held:
         """Copies a push: what an island has put is lost with it."""
-        calls = [actor.hold.options(num_returns=2).remote(ref) for actor, ref in zip(self._actors, refs)]
+        calls = [actor.hold.options(num_returns=2).remote(*each) for actor, each in zip(self._actors, refs)]
         finite = await asyncio.gather(*(is_finite for _, is_finite in calls))
         return Held([flat for flat, _ in calls], all(finite))
 

@@ -21,6 +21,8 @@ class IslandsOptions:
         max_restarts: of an island.
         stop_timeout: seconds that islands have to save.
         continues: the run in DIR/NAME, if there is one of the same config.
+        launch: arguments of `jaxtrain launch` of an island with several processes; empty: it is one process.
+        processes: of an island, on all its nodes.
     """
 
     source: str
@@ -31,6 +33,8 @@ class IslandsOptions:
     max_restarts: int = 5
     stop_timeout: float = 300.0
     continues: bool = True
+    launch: tuple[str, ...] = ()
+    processes: int = 1
 
 
 def parse_islands(args: argparse.Namespace) -> IslandsOptions:
@@ -44,5 +48,20 @@ def parse_islands(args: argparse.Namespace) -> IslandsOptions:
         raise UserError(f"launch: --here {args.here}: expected indices of islands, such as 0,1")
     return IslandsOptions(
         args.config, tuple(args.overrides), args.islands, None if here is None else tuple(map(int, here)), args.address,
-        args.max_restarts, args.stop_timeout, continues=args.resume != "never",
+        args.max_restarts, args.stop_timeout, continues=args.resume != "never", launch=_launch(args, here),
+        processes=(args.processes or 1) * (args.nodes or 1),
     )  # fmt: skip
+
+
+def _launch(args: argparse.Namespace, here: list[str] | None) -> tuple[str, ...]:
+    """Returns the arguments of `jaxtrain launch` of an island with several processes or nodes; else none."""
+    if args.nodes is not None and (here is None or len(here) > 1):
+        expected = "expected --here with the island that has them, such as --here 2"
+        raise UserError(f"launch: --nodes {args.nodes}: {expected}")
+    if args.processes is None and args.nodes is None:
+        return ()
+    names = ["processes", "devices_per_process", "max_restarts", "collective_timeout"]
+    names += [] if args.nodes is None else ["nodes", "node", "coordinator", "host"]
+    given = {name: getattr(args, name) for name in names}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+    return ("local" if args.nodes is None else "node", *options)

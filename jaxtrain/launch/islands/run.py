@@ -50,6 +50,8 @@ class IslandProcess:
     Attributes:
         index: of the island.
         folder: of its run.
+        env: what its environment has beside that of this process.
+        command: of jaxtrain, before the folder.
         restarts: in a row.
         code: exit code of the last one; None: it runs.
     """
@@ -57,6 +59,7 @@ class IslandProcess:
     index: int
     folder: Path
     env: Mapping[str, str]
+    command: tuple[str, ...] = ("resume",)
     restarts: int = 0
     code: int | None = None
     _process: subprocess.Popen[bytes] | None = None
@@ -65,10 +68,10 @@ class IslandProcess:
     def start(self) -> None:
         """Starts the process; all it prints goes to a file of its folder."""
         self._output = (self.folder / OUTPUT).open("ab")
-        command = [sys.executable, "-m", "jaxtrain.cli.worker", str(os.getpid()), str(self.folder)]
+        worker = [sys.executable, "-m", "jaxtrain.cli.worker", str(os.getpid())]
         self._process = subprocess.Popen(
-            command, env={**os.environ, **self.env}, stdin=subprocess.DEVNULL, stdout=self._output,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            [*worker, *self.command, str(self.folder)], env={**os.environ, **self.env}, stdin=subprocess.DEVNULL,
+            stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.code = None
 
@@ -113,11 +116,12 @@ def launch_islands(options: IslandsOptions, terminal: Terminal) -> int:
     config, directory, here = open_run(options)
     run = f"{directory.name}-{xxhash.xxh32_hexdigest(str(directory).encode())}"
     terminal.show(f"launch  {directory}")
-    launcher = new_secret()
+    launcher, command = new_secret(), island_command(options, config)
     with one_line_of(LostServerError), cluster(run, options.address, STORE_BYTES) as address:
         coordinator = start_coordinator(config, directory / SERVER, launcher)
         islands = [
-            IslandProcess(index, directory / ISLAND.format(index), environment(index, address, run)) for index in here
+            IslandProcess(index, directory / ISLAND.format(index), environment(index, address, run), command)
+            for index in here
         ]
         with StopRequest() as signals:
             alive = partial(coordinator.enter.remote, launcher)
@@ -126,6 +130,17 @@ def launch_islands(options: IslandsOptions, terminal: Terminal) -> int:
     if code == SAVED:
         terminal.show(f"next  jaxtrain launch islands {directory}")
     return code
+
+
+def island_command(options: IslandsOptions, config: Config) -> tuple[str, ...]:
+    """Returns the command of jaxtrain that an island is, to which the folder of its run is added."""
+    if not options.launch:
+        return ("resume",)
+    where, *given = options.launch
+    devices, rest = divmod(config.simulate or 0, options.processes)
+    # Said, because the config of a run that went on with fewer processes has fewer devices.
+    share = [f"--devices-per-process={devices}"] if devices and not rest else []
+    return ("launch", where, *share, *given)
 
 
 @contextlib.contextmanager
