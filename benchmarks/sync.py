@@ -17,6 +17,7 @@ Prints the table; docs/images/sync.svg is drawn by sync_figure.py.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import tempfile
@@ -27,11 +28,18 @@ from typing import Any
 import common
 
 EVERY = 16
-SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {  # `replicas`: at most so many
     "small": {"model": {"embed": 128, "layers": 4, "mlp": 512, "heads": 4, "kv_heads": 2}, "steps": 4032, "lr": 2e-3},
-    "large": {"model": {"embed": 384, "layers": 8, "mlp": 672, "heads": 6, "kv_heads": 3}, "steps": 4032, "lr": 1e-3},
+    "large": {
+        "model": {"embed": 384, "layers": 8, "mlp": 672, "heads": 6, "kv_heads": 3},
+        "steps": 2016,
+        "lr": 1e-3,
+        "replicas": 2,
+    },
     "quick": {"model": {"embed": 32, "layers": 4, "mlp": 64, "heads": 2}, "steps": 112, "lr": 4e-3},
 }
+# On a busy machine a device waits for the others longer than the 40 s after which XLA ends the process.
+PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=3600 --xla_cpu_collective_timeout_seconds=3600"
 LARGE = ("bsp", "diloco-int4-2", "streaming-int4-2")  # without a GPU
 
 
@@ -103,6 +111,12 @@ WAYS = {
 }
 
 
+def way_of(name: str, size: str) -> Way:
+    """The way, with no more replicas than the size has."""
+    way = WAYS[name]
+    return dataclasses.replace(way, replicas=min(way.replicas, SIZES[size].get("replicas", way.replicas)))
+
+
 def config_of(way: Way, size: str, lr: float, folder: str) -> Any:
     """The config of a run; `steps` are those of `bsp`."""
     import sync_times
@@ -144,7 +158,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     from jaxtrain.data.dataset import open_dataset
     from jaxtrain.models.spec import vocabulary_size
 
-    way = WAYS[spec["way"]]
+    way = way_of(spec["way"], spec["size"])
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(way, spec["size"], spec["lr"], folder)
         result = jaxtrain.train(config)
@@ -187,7 +201,7 @@ def rows(best: dict[str, dict[str, Any]], runs: list[dict[str, Any]]) -> list[di
     """The table; `bar` says what a way is held to, and whether it is met."""
     out = []
     for name, run in best.items():
-        way, loss = WAYS[name], run["losses"][-1]
+        way, loss = way_of(name, run["size"]), run["losses"][-1]
         base = best[way.compared]["losses"][-1] if way.compared in best else math.nan
         sent = run["sent"][-1] / SIZES[run["size"]]["steps"]
         against, fewer = loss / base - 1, run["bsp_bytes"] / sent
@@ -228,10 +242,12 @@ def main() -> None:
                 if lr is None or tried > turn or time.monotonic() > end:
                     continue
                 spec = {"way": way, "size": size, "lr": lr}
-                devices = {"JAX_NUM_CPU_DEVICES": str(WAYS[way].replicas)}
-                run = common.in_child(__file__, spec, devices, timeout=7200)
+                env = {"JAX_NUM_CPU_DEVICES": str(way_of(way, size).replicas), "XLA_FLAGS": PATIENT}
+                run = common.in_child(__file__, spec, env, timeout=4 * 3600)
                 if "error" in run:
                     print(f"{way} at {lr:g}: {run['error']}")
+                    if "finite" not in run["error"]:
+                        continue
                     run = spec | {"losses": [math.inf]}
                 runs.append(run)
                 print(f"{size} {way} at {lr:g}: {run['losses'][-1]:.4f}", flush=True)
