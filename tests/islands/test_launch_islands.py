@@ -72,6 +72,30 @@ def test_a_killed_island_and_a_killed_server_lose_nothing(launch: Callable[..., 
     assert max(losses(launched.run, 1)) == 150
 
 
+COORDINATORS = {
+    "server": ("sync.strategy=diloco", "sync.every=4", "checkpoint.every=8"),
+    "rounds": ("sync.strategy=diloco", "sync.every=4", "islands.servers=0"),
+    "gossip": ("sync.strategy=gossip", "sync.every=4", "sync.gossip.graph=ring", "islands.servers=0"),
+}
+
+
+@pytest.mark.parametrize("kind", COORDINATORS)
+def test_a_killed_coordinator_starts_again_and_the_islands_go_on(launch: Callable[..., Launched], kind: str) -> None:
+    launched = launch(*COORDINATORS[kind], "steps=300", "islands.heartbeat=1")
+    launched.wait_for(lambda log: sum(record["event"] == "update" for record in log) > 6)
+    (coordinator,) = launched.children("CoordinatorActor")
+    os.kill(coordinator, signal.SIGKILL)
+    killed = len(launched.log())
+    launched.wait_for(lambda log: sum(record["event"] == "update" for record in log[killed:]) > 6)
+    code, output = launched.finish()
+    assert code == 0, output
+    after = launched.log()[killed:]
+    assert sorted(record["island"] for record in after if record["event"] == "join") == [0, 1]
+    for island in range(2):
+        assert max(losses(launched.run, island)) == 300
+        assert losses(launched.run, island)[300] < 0.5 * losses(launched.run, island)[1]
+
+
 def test_a_stopped_run_goes_on_by_the_same_command(launch: Callable[..., Launched]) -> None:
     launched = launch("sync.strategy=diloco", "sync.every=4", "steps=400")
     launched.wait_for(lambda log: sum(record["event"] == "update" for record in log) > 3)
