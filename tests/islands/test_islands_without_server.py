@@ -156,7 +156,7 @@ def test_a_value_that_is_lost_is_sent_again(time: Time) -> None:
         islands = [OneIsland(server, run, index) for index in range(2)]
         get, lost = server.door.get, []
 
-        def fails_twice(refs: list[Any]) -> list[Any]:
+        def fails_twice(refs: list[Any], by_first: bool = False) -> list[Any]:
             if len(lost) < 2:
                 lost.append(refs)
                 raise LostValueError("islands: a value is lost (ObjectLostError)")

@@ -81,7 +81,7 @@ def test_an_island_trains_on_while_a_fragment_travels(time: Time) -> None:
         islands = [OneIsland(server, run, index) for index in range(2)]
         get, may_read = server.door.get, threading.Event()
 
-        def slow(refs: list[Any]) -> list[Any]:
+        def slow(refs: list[Any], by_first: bool = False) -> list[Any]:
             assert may_read.wait(60)
             return get(refs)
 
