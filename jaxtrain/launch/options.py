@@ -50,10 +50,10 @@ def parse_options(args: argparse.Namespace, environ: Mapping[str, str] = os.envi
     devices = _integer("devices_per_process", per_process) if per_process else None
     for name, minimum in MINIMUM.items():
         if getattr(args, name) < minimum:
-            raise UserError(f"launch: {_flag(name)} {getattr(args, name)}: expected at least {minimum}")
+            raise UserError(f"launch: {flag(name)} {getattr(args, name)}: expected at least {minimum}")
     for name in ("backoff", "heartbeat", "join_timeout", "stop_timeout"):
         if not 0 < getattr(args, name) < math.inf:
-            raise UserError(f"launch: {_flag(name)} {getattr(args, name):g}: expected seconds above 0")
+            raise UserError(f"launch: {flag(name)} {getattr(args, name):g}: expected seconds above 0")
     if args.deadline is not None and not 0 <= args.deadline < math.inf:
         raise UserError(f"launch: --deadline {args.deadline:g}: expected seconds, or 0 for none")
     if nodes < 1 or slots < 1 or (devices is not None and devices < 1):
@@ -120,7 +120,8 @@ def _variable(name: str) -> str:
     return f"JAXTRAIN_{name.upper()}"
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """Returns an option as it is written."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -130,7 +131,7 @@ def _text(args: argparse.Namespace, name: str, environ: Mapping[str, str], requi
     text = environ.get(variable, "") if given is None else str(given)
     if not text and required:
         scheduler = ", or a scheduler's variables" if name in FROM_SCHEDULER else ""
-        raise UserError(f"launch: expected {_flag(name)}, or {variable}{scheduler} in the environment")
+        raise UserError(f"launch: expected {flag(name)}, or {variable}{scheduler} in the environment")
     return text
 
 
@@ -138,7 +139,7 @@ def _integer(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"launch: {_flag(name)}: expected a number; found {text!r}") from None
+        raise UserError(f"launch: {flag(name)}: expected a number; found {text!r}") from None
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -62,6 +62,7 @@ def test_an_island_that_loses_a_process_joins_again(launch: Callable[..., Launch
     launched.process.send_signal(signal.SIGINT)
     code, output = launched.finish()
     assert code == 75, output
+    assert f"next  jaxtrain launch islands --processes=2 {launched.run}" in output
     before = launched.log()[-1]["version"]
     again = launch(*sync, options=TWO)
     again.wait_for(lambda log: log[-1].get("islands") == [0, 1] and log[-1]["version"] > before + 3)

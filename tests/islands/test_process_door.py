@@ -56,7 +56,6 @@ class StoreDoor:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.values: dict[int, Any] = {}
-        self.lost: set[tuple[int, int]] = set()  # (thread, reference)
         self._lock = threading.Lock()
 
     def call(self, method: str, *args: Any) -> Any:

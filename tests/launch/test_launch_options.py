@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
 from jaxtrain.cli.arguments import COMMANDS
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
-from jaxtrain.launch.islands.options import parse_islands
+from jaxtrain.launch.islands.options import IslandsOptions, parse_islands
+from jaxtrain.launch.islands.options import resume_command as islands_resume_command
 from jaxtrain.launch.islands.run import island_command
 from jaxtrain.launch.options import parse_options, resume_command
 from jaxtrain.launch.supervisor import worker_command
@@ -21,12 +23,15 @@ def parsed(*arguments: str, **environ: str):
     return parse_options(parser.parse_intermixed_args(arguments), environ)
 
 
-def of_islands(*arguments: str) -> tuple[str, ...]:
-    """The command that an island of 4 simulated devices is."""
+def islands_options(*arguments: str) -> IslandsOptions:
     parser = argparse.ArgumentParser()
     COMMANDS["launch"].add_arguments(parser)
-    options = parse_islands(parser.parse_intermixed_args(["islands", "c.yaml", *arguments]))
-    return island_command(options, Config(simulate=4))
+    return parse_islands(parser.parse_intermixed_args(["islands", "c.yaml", *arguments]))
+
+
+def of_islands(*arguments: str) -> tuple[str, ...]:
+    """The command that an island of 4 simulated devices is."""
+    return island_command(islands_options(*arguments), Config(simulate=4))
 
 
 def test_an_island_of_several_processes_or_nodes_is_launched():
@@ -37,12 +42,29 @@ def test_an_island_of_several_processes_or_nodes_is_launched():
     nodes = ("--here", "1", "--nodes", "2", "--node", "1", "--coordinator", "head:29400")
     shared = ("--nodes=2", "--node=1", "--coordinator=head:29400")
     found = of_islands(*nodes, "--processes", "2", "--devices-per-process", "3")
-    given = ("--processes=2", "--devices-per-process=3", *fixed, *shared)  # of two of one option the last one counts
+    given = ("--processes=2", "--devices-per-process=3", *shared, *fixed)  # of two of one option the last one counts
     assert found == ("launch", "node", "--devices-per-process=1", *given)
     assert of_islands("--processes", "3") == ("launch", "local", "--processes=3", *fixed)  # which says what is wrong
     for here in ([], ["--here", "0,1"]):
         with pytest.raises(UserError, match="launch: --nodes 2: expected --here with the island that has them"):
             of_islands("--nodes", "2", *here)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--devices-per-process", "2"], "--devices-per-process 2: expected --processes or --nodes with it"),
+    (["--processes", "2", "--node", "1"], "--node 1: expected --nodes with it"),
+    (["--coordinator", "head:1"], "--coordinator head:1: expected --nodes with it"),
+])  # fmt: skip
+def test_an_option_that_an_island_would_not_hear_of_is_one_line(arguments, said):
+    with pytest.raises(UserError, match=f"launch: {said}"):
+        islands_options(*arguments)
+
+
+def test_the_command_that_goes_on_with_islands_has_their_options():
+    given = ("--address=head:6379", "--here=1", "--processes=4", "--nodes=2", "--node=0", "--coordinator=a:1")
+    found = islands_resume_command(islands_options(*given), Path("/runs/a b"))
+    assert found == f"jaxtrain launch islands {' '.join(given)} '/runs/a b'"
+    assert islands_resume_command(islands_options(), Path("/runs/a")) == "jaxtrain launch islands /runs/a"
 
 
 def test_local_listens_on_loopback_alone():

@@ -31,7 +31,7 @@ from jaxtrain.io.packages import import_optional
 from jaxtrain.islands.environment import environment
 from jaxtrain.islands.status import SERVER, read_status
 from jaxtrain.launch.exit_reasons import describe_exit, is_clean_exit, shell_exit_code
-from jaxtrain.launch.islands.options import IslandsOptions
+from jaxtrain.launch.islands.options import IslandsOptions, resume_command
 from jaxtrain.launch.worker_logs import Terminal
 from jaxtrain.trainer.continuation import can_continue
 
@@ -128,7 +128,7 @@ def launch_islands(options: IslandsOptions, terminal: Terminal) -> int:
             code = _watch(islands, options, signals, alive, directory, terminal)
         finish(coordinator, launcher)
     if code == SAVED:
-        terminal.show(f"next  jaxtrain launch islands {directory}")
+        terminal.show(f"next  {resume_command(options, directory)}")
     return code
 
 
@@ -140,7 +140,8 @@ def island_command(options: IslandsOptions, config: Config) -> tuple[str, ...]:
     devices, rest = divmod(config.simulate or 0, options.processes)
     # Said, because the config of a run that went on with fewer processes has fewer devices.
     share = [f"--devices-per-process={devices}"] if devices and not rest else []
-    return ("launch", where, *share, *given)
+    limits = (f"--max-restarts={options.max_restarts}", f"--collective-timeout={options.collective_timeout}")
+    return ("launch", where, *share, *given, *limits)
 
 
 @contextlib.contextmanager
