@@ -1,6 +1,7 @@
-# `make train` trains the quickstart, `make test` runs every check, `make matrix` every combination of what the tests
-# have a selection of (with ONE_IN=20 a twentieth of them, which SAMPLE=NUMBER chooses), `make extras` what needs other
-# people's packages (torch, lm-eval, datasets, s3fs, W&B...),
+# `make train` trains the quickstart. `make test` runs every check; of tests with many slow cases it runs some, which
+# SAMPLE=NUMBER chooses, and all with ALL=1. `make matrix` runs every combination of what the tests have a selection of
+# (with ONE_IN=20 a twentieth of them, which SAMPLE chooses), `make extras` what needs other people's packages (torch,
+# lm-eval, datasets, s3fs, W&B...),
 # `make chaos` runs long sequences of failures, kills runs of one process at 230 places and launched ones at 80, and
 # compares them with ones that nobody disturbed.
 # `make newest` runs a part of the tests on the newest JAX that installs, in a .venv-newest, so that what a release
@@ -46,13 +47,15 @@ train: $(VENV)/.installed
 	$(BIN)/jaxtrain train configs/quickstart.yaml
 
 test: $(VENV)/.installed-test lint
-	$(BIN)/$(PYTEST) --dist loadgroup tests
+	$(BIN)/$(PYTEST) --dist loadgroup $(if $(ALL),,--sampled --sample $(SAMPLE)) tests
 
 newest: $(NEWEST)/.installed
-	$(NEWEST)/bin/$(PYTEST) --dist loadgroup --one-in $(ONE_IN) --sample $(SAMPLE) $(NEWEST_TESTS)
+	$(NEWEST)/bin/$(PYTEST) --dist loadgroup --sampled --one-in $(ONE_IN) --sample $(SAMPLE) \
+		$(NEWEST_TESTS)
 
 oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/$(PYTEST) --dist loadgroup --one-in $(ONE_IN) --sample $(SAMPLE) $(OLDEST_TESTS)
+	$(OLDEST)/bin/$(PYTEST) --dist loadgroup --sampled --one-in $(ONE_IN) --sample $(SAMPLE) \
+		$(OLDEST_TESTS)
 
 audit:
 	$(PYTHON) -m venv $(AUDIT)

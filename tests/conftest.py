@@ -15,6 +15,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from selection import left_out_cases
 
 from jaxtrain.core import xla_options
 
@@ -46,7 +47,10 @@ own_core(os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_X
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run a sample of the tests: about one in N")
-    parser.addoption("--sample", type=int, default=0, metavar="S", help="number of the sample, with --one-in")
+    parser.addoption("--sampled", action="store_true", help="of tests marked `sampled(N)` run one case in N")
+    parser.addoption(
+        "--sample", type=int, default=0, metavar="S", help="number of the sample, with --one-in or --sampled"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,7 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("measures"):  # others may keep the machine busy for some seconds
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=5))
     number, sample = config.getoption("--one-in"), config.getoption("--sample")
-    items[:] = [item for item in items if zlib.crc32(f"{sample} {item.nodeid}".encode()) % number == 0]
+    left_out = left_out_cases(items, sample) if config.getoption("--sampled") else set()
+    chosen = [item for item in items if zlib.crc32(f"{sample} {item.nodeid}".encode()) % number == 0]
+    chosen = [item for item in chosen if item.nodeid not in left_out]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -52,6 +52,7 @@ def test_an_example_is_one_short_file_that_tells_what_to_expect(path: Path):
     assert re.search(r"^Expected.*\d", told, re.MULTILINE), "the docstring names no figure"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_quick_form_learns(name: str, tmp_path: Path):
     if name not in ("gpt_own_text", "hugging_face"):

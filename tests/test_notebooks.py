@@ -17,6 +17,7 @@ def texts(notebook) -> str:
     return "\n".join(str(out.get("text", "")) + str(out.get("data", {}).get("text/plain", "")) for out in outputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_it_says(path: Path):
     pytest.importorskip("nbclient")

@@ -56,6 +56,7 @@ def test_overhead_refuses_another_model(tmp_path, monkeypatch):
         overhead.summary({"precision": "fp32", "block": 1}, screen, {})
 
 
+@pytest.mark.sampled(4, among="file")
 def test_compile(tmp_path):
     (result,) = quick(tmp_path, "compile")["results"]
     phases = result["empty"]["phases"]
@@ -65,6 +66,7 @@ def test_compile(tmp_path):
     assert result["full"]["from_cache"]
 
 
+@pytest.mark.sampled(4, among="file")
 def test_gpu_mfu_says_where_time_goes(tmp_path):
     (result,) = quick(tmp_path, "gpu_mfu")["results"]
     shares = result["breakdown"]["shares"]
@@ -109,11 +111,13 @@ def test_peer_torch(tmp_path):
     assert result["memory"]["torch"]["peak"] > 0
 
 
+@pytest.mark.sampled(4, among="file")
 @pytest.mark.parametrize("name", ["attention", "cross_entropy", "checkpoint", "data", "quickstart"])
 def test_package_benchmarks(tmp_path, name):
     assert quick(tmp_path, name, *(["--measure"] if name == "cross_entropy" else []))["results"]
 
 
+@pytest.mark.sampled(4, among="file")
 def test_plain_model_trains_the_decoder(tmp_path):
     results = quick(tmp_path, "plain_model")["results"]
     for row in results["time"]:
@@ -125,6 +129,7 @@ def test_plain_model_trains_the_decoder(tmp_path):
         assert row["sent ratio"] == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.sampled(4, among="file")
 def test_memory_is_that_of_the_formulas(tmp_path):
     results = quick(tmp_path, "memory")["results"]
     for row in results["formula"]:
@@ -142,6 +147,7 @@ def test_memory_is_that_of_the_formulas(tmp_path):
         assert 0 < row["more MB"] < 0.8 * row["held MB"]  # activations; not one more tree of gradients
 
 
+@pytest.mark.sampled(4, among="file")
 def test_pipeline_runs_every_matmul_once(tmp_path):
     results = quick(tmp_path, "pipeline")["results"]
     names = ["1f1b", "zb_h1", "autodiff"]
@@ -157,6 +163,7 @@ def test_pipeline_runs_every_matmul_once(tmp_path):
     assert compiled["m=4"] > 0
 
 
+@pytest.mark.sampled(4, among="file")
 def test_plan_accuracy_measures_what_it_predicts(tmp_path):
     results = quick(tmp_path, "plan_accuracy", "--parts", "simulated", "gpu")["results"]
     simulated = results["simulated"]
@@ -168,6 +175,7 @@ def test_plan_accuracy_measures_what_it_predicts(tmp_path):
     assert "skipped" in results["gpu"] or results["gpu"]["rows"]
 
 
+@pytest.mark.sampled(4, among="file")
 def test_chaos_ends_as_if_nothing_had_happened(tmp_path):
     results = quick(tmp_path, "chaos")["results"]
     assert results["deaths"] >= 3
@@ -183,18 +191,21 @@ def test_chaos_of_several_processes_ends_as_if_nothing_had_happened(tmp_path):
     assert results["recovery"]["median"] > 0
 
 
+@pytest.mark.sampled(4, among="file")
 def test_scale(tmp_path):
     results = quick(tmp_path, "scale", "--parts", "saves", "tensors")["results"]
     assert [row["folders listed"] for row in results["saves"]["rows"]] == [1, 1]
     assert [row["tensors"] for row in results["tensors"]["rows"]] == [10, 20]
 
 
+@pytest.mark.sampled(4, among="file")
 def test_soak(tmp_path):
     results = quick(tmp_path, "soak")["results"]
     assert results["wrong"] == []
     assert results["many processes"][0]["to step"] >= 60
 
 
+@pytest.mark.sampled(4, among="file")
 def test_control_plane_forms_generations(tmp_path):
     (row,) = quick(tmp_path, "control_plane")["results"]
     assert row["agents"] == 10
@@ -202,12 +213,14 @@ def test_control_plane_forms_generations(tmp_path):
     assert row["cpu/beat"] < 20_000
 
 
+@pytest.mark.sampled(4, among="file")
 def test_peers_come_back(tmp_path):
     (row,) = quick(tmp_path, "peers")["results"]
     assert row["MiB"] == 4
     assert min(row[name] for name in ("stall", "copy", "restore", "disk")) > 0
 
 
+@pytest.mark.sampled(4, among="file")
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
 def test_islands_transport_moves_the_same_values(tmp_path):
     rows = quick(tmp_path, "islands_transport")["results"]
@@ -289,12 +302,14 @@ def test_planted_bugs_are_in_the_parsers(monkeypatch):
         assert all((BENCHMARKS.parent / unit).exists() for unit in target.units), name
 
 
+@pytest.mark.sampled(4, among="file")
 def test_callbacks_counts_processor_time(tmp_path):
     (result,) = quick(tmp_path, "callbacks")["results"]
     assert 0 < result["without_ms"]["median"] < 1000
     assert result["added_ms_95"]["low"] <= result["added_ms"]["median"] <= result["added_ms_95"]["high"]
 
 
+@pytest.mark.sampled(4, among="file")
 def test_sync_compares_ways_to_agree(tmp_path, monkeypatch):
     record = quick(tmp_path, "sync")
     bsp, diloco = record["results"]["table"]["quick"]

@@ -108,6 +108,7 @@ def test_a_rollback_gives_the_run_without_those_batches(tmp_path, undisturbed):
     assert trained_on(tiny.train(config).run_dir) == undisturbed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stops", [(14, 17), (20, 23), (24, 25), (28, 33)])
 def test_resumed_twice_around_the_rollback_it_is_the_same_run(tmp_path, undisturbed, stops):
     """Before the spike, at the checkpoint that is gone back to, amid the batches passed over, and after."""

@@ -68,6 +68,7 @@ def test_help_answers_at_once():
     assert min(seconds() for _ in range(5)) < 0.3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -106,6 +106,7 @@ def one_device(name: str) -> Recording:
     return observed(small(name).model_copy(update=alone), 1)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "candidate"), ALL)
 def test_a_layout_equals_one_device(name: str, candidate: Candidate):
     want, got = one_device(name), observed(candidate.config, DEVICES)

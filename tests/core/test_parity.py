@@ -48,6 +48,7 @@ def test_zero_stages_beside_fsdp_and_model(zero: int):
         assert np.prod(leaf.sharding.shard_shape(leaf.shape)) * 8 == np.prod(leaf.shape)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", [None, EVERYTHING], ids=["one", "3d"])
 @pytest.mark.parametrize("accumulate", [2, 8])
 def test_accumulation_is_weighted_by_tokens(mesh, accumulate: int):
@@ -58,6 +59,7 @@ def test_accumulation_is_weighted_by_tokens(mesh, accumulate: int):
     close_trees(one_device_gradients(), gradients(program), 1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_microbatches_in_bfloat16_stay_near_float32(zero: int):
     """||dg|| / ||g|| <= 4 * 1.03^layers * 2^-8: every microbatch's gradients came in bfloat16."""
@@ -93,12 +95,14 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("remat", ["full", "dots", ("attention", "residual")], ids=str)
 def test_remat_does_not_change_the_result(remat):
     program = harness.program(EVERYTHING, step=keys(remat))
     close_trees(one_device_gradients(), gradients(program), 1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("unroll", [4, 0])
 def test_unrolled_layers_do_not_change_the_result(unroll, remat):
@@ -118,6 +122,7 @@ def test_unrolled_layers_do_not_change_the_result(unroll, remat):
     assert longer > 1.1 * length
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", [None, EVERYTHING], ids=["one", "3d"])
 @pytest.mark.parametrize("offload", [("v", "residual"), ("v", "input")], ids=",".join)
 def test_offloaded_values_come_back_unchanged(mesh, offload):

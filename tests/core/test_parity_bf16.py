@@ -68,6 +68,7 @@ def off(got: Flat, want: Flat) -> float:
     return norm({path: got[path] - g for path, g in want.items()}) / norm(want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", one_in(2, MESHES))
 def test_a_layout_in_bfloat16_is_as_near_as_one_device(layout: str):
     experts = layout.startswith("ep")

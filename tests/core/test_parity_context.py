@@ -30,6 +30,7 @@ def one_device():
     return harness.run(harness.program(), 20)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("formulation", FORMULATIONS)
 def test_twenty_steps_equal_one_device(formulation: str):
     state, metrics = harness.run(harness.program({"context": 4}, RULES, context_parallel=formulation), 20)
@@ -48,6 +49,7 @@ def one_device_gradients(window: int = 24):
     return gradients(harness.program(model={**LIGHT, "sliding_window": window}))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("formulation", "mesh", "step"),
     [

@@ -54,6 +54,7 @@ def one_device(kind: str):
     return harness.run(shared(kind), 20)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "layout"), [("dropless", "ep"), ("dropless", "fsdp_ep_tp_sp"), ("gshard", "dp_ep")])
 def test_twenty_steps_equal_one_device(kind: str, layout: str):
     state, metrics = harness.run(shared(kind, layout), 20)
@@ -92,6 +93,7 @@ def equal(kind: str, got) -> None:
         np.testing.assert_array_equal(got[0]["layers"]["moe"]["bias"], expected[0]["layers"]["moe"]["bias"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("dropless", "fsdp_ep_tp_sp"), ("dropless", "fsdp_ep_tp"), ("switch", "ep"), ("gshard", "dp_ep"),
@@ -103,6 +105,7 @@ def test_every_gradient_equals_one_device(kind: str, layout: str):
     assert (placed.sum() < 0.95 * chosen.sum()) == ("capacity_factor" in KINDS[kind])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "layout", "step"),
     [("dropless", None, {"microbatches": 4}), ("gshard", "fsdp_ep_tp_sp", {"microbatches": 2, "remat": "full"}),

@@ -76,6 +76,7 @@ def equal(kind: str, mesh: dict, rules: dict, layers: int = LAYERS, **more):
     jax.tree.map(np.testing.assert_array_equal, got.counts, expected.counts)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [
@@ -115,6 +116,7 @@ def test_every_precision(precision: str, schedule: str):
     assert np.linalg.norm(grads[1] - grads[0]) <= 4 * 1.03**LAYERS * unit * np.linalg.norm(grads[0])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_replicas_and_zero(zero: int):
     equal("dense", MESHES["2 data"], RULES, zero=zero)
@@ -126,11 +128,13 @@ def test_experts_whose_weights_replicas_share():
     equal("moe", {"pipeline": 2, "data": 2, "expert": 2}, rules, zero=3, step={"microbatches": 2}, pipeline=zb_h1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_h1"])
 def test_experts(schedule: str):
     equal("moe", MESHES["2 expert"], MOE_RULES, pipeline={"schedule": schedule})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "layers", "mesh", "more"),
     [

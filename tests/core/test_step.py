@@ -114,6 +114,7 @@ def test_devices_do_not_wait_for_the_loss_amid_the_step():
     assert [shapes.count("f32[]") for shapes in alone] == [1]  # the weight, which is known before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
 def test_half_precision_stays_near_float32(precision: str):
     """||dg|| / ||g|| <= 4 * 1.03^layers * 2^-8, and the stored dtypes are the policy's."""
@@ -138,6 +139,7 @@ def test_half_precision_stays_near_float32(precision: str):
     assert error / norm <= 4 * 1.03**2 * 2**-8
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
 def test_every_optimizer_lowers_the_loss_sharded_as_on_one_device(name: str):
     lr = {"sgd": 0.3, "lion": 3e-3}.get(name, 1e-2)

@@ -180,6 +180,7 @@ class Explorer:
         yield replace(world, store=store.snapshot(), workers=put(world.workers, node, replace(worker, newest=step)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bounds", [(3, 2, 2), (2, 3, 1)])
 def test_no_order_of_events_loses_a_save_or_lets_a_deposed_leader_act(bounds: tuple[int, int, int]):
     assert Explorer(bounds=bounds).run() > 50_000

@@ -222,6 +222,7 @@ def gallery() -> list[tuple[list[str], str]]:
     return [(one.text.split()[1:], after.text) for one, after in pairwise(page) if one.language == "sh"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("words", "said"), gallery(), ids=short)
 def test_the_gallery_finds_what_it_says(words: list[str], said: str, folder: Path):
     """In processes of their own, which simulate as many devices as the command says."""

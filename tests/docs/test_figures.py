@@ -246,6 +246,7 @@ def plans() -> list[tuple[list[str], str]]:
     ]
 
 
+@pytest.mark.sampled(2)
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("words", "said"), plans(), ids=lambda value: value[2] if isinstance(value, list) else "")
 def test_a_plan_prints_what_the_page_shows(words: list[str], said: str):

@@ -45,6 +45,7 @@ def pages(tmp_path_factory) -> Path:
     return folder / "pages"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("page", ["site/index.html", "site/gallery.html", "report.html", "plan.html"])
 def test_a_page_fits_and_has_no_error(page: str, width: int, pages: Path, tmp_path: Path):

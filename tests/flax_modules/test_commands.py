@@ -33,6 +33,7 @@ def write(folder: Path, model: str, data: str = "conformance:Rows") -> str:
     return str(folder / "own.yaml")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["ConvNet", "GPT", "Centered", "LinenConvNet", "Contrastive"])
 def test_verify_finds_every_layout_equal(name: str, tmp_path: Path, capsys, monkeypatch):
     """Statistics, noise, own variables and losses across rows; at equal microbatches."""
@@ -66,6 +67,7 @@ def test_verify_names_a_mean_and_a_missing_reduction(tmp_path: Path, capsys, mon
     assert "missing-reduction" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", ["nnx_modules:ConvNet", "linen_modules:LinenTransformer"])
 def test_plan_needs_no_data_where_the_class_declares_a_batch(model: str, tmp_path: Path, capsys):
     file = write(tmp_path, model, "command_modules:NotHere")

@@ -27,6 +27,7 @@ def one_device(name: str, microbatches: int):
     return conformance.train(conformance.program(name, *options, devices=1), STEPS)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "layout"), one_in(3, MODULES, CASES))
 def test_the_layout_never_changes_the_result(name: str, layout: str):
     microbatches = CASES[layout]
@@ -50,6 +51,7 @@ def with_adam(name: str, *options: str):
         yield conformance.train(built, STEPS, conformance.copied(start, built))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", one_in(2, MODULES))
 def test_adam_gives_the_same_on_every_layout(name: str):
     """With an epsilon of 1e-3, against which the rounding of a gradient that is zero is small."""
@@ -125,6 +127,7 @@ def test_a_linen_module_equals_a_loop_of_linen_and_optax_alone(name: str):
     np.testing.assert_allclose([m["loss"] for m in metrics], losses, rtol=2e-6)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name", [n for n, options in MODULES.items() if n[:5] != "Linen" and "frozen" not in str(options)]
 )

@@ -13,6 +13,7 @@ from jaxtrain.models.model_def import merge_trees, select_paths
 FROZEN = {"frozen": ["layers/(attention|mlp)/.*", "vocab"]}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [{}, {"microbatches": 2}])
 def test_frozen_parameters_stay_on_every_layout(step: dict):
     model = {**harness.MODEL, **FROZEN}

@@ -96,6 +96,7 @@ def test_an_instance_gives_the_initial_values_and_trains_as_flax_and_optax_alone
         np.testing.assert_allclose(flatten_dict(after[kind], sep="/")[path], value, rtol=1e-4, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["class", "function", "lambda", "linen instance"])
 def test_a_python_object_is_the_model(tmp_path: Path, kind: str):
     name = "LinenConvNet" if kind == "linen instance" else "ConvNet"

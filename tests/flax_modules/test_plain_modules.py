@@ -107,6 +107,7 @@ def test_arrays_that_an_import_allocates_do_not_start_jax_with_other_devices(tmp
     assert "8 x simulated cpu" in done.stdout + done.stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -156,6 +157,7 @@ def matmul_dtypes(built) -> list[tuple[str, str]]:
     return operands
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["ConvNet", "VisionTransformer", "LinenConvNet", "LinenMLP", "ScannedMLP", "GPT"])
 def test_bf16_computes_in_bfloat16(name: str):
     built = conformance.program(name, "layout=fsdp", *MODULES[name], "precision=bf16")

@@ -30,6 +30,7 @@ def count_remats(built) -> int:
     return len(re.findall(r"(?:remat2?|checkpoint)\[", text))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_those_without(name: str):
     """Noise and statistics, too."""

@@ -55,6 +55,7 @@ def write_model(folder: Path, places: tuple[TensorMapping, ...], model_def: Mode
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "layout", "piece"),
     [

@@ -158,6 +158,7 @@ class Recorded:
                 totals[path] = totals.get(path, 0.0) + np.asarray(x, np.float64)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("strategy", ["bsp", "diloco"])
 def test_over_a_run_nothing_is_lost_but_what_is_still_to_be_sent(

@@ -103,6 +103,7 @@ def test_four_islands_agree_after_two_meetings_of_the_exponential_graph(time: Ti
         np.testing.assert_allclose(table(islands), np.broadcast_to(before.mean(0), before.shape), rtol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [{"fsdp": 2}, {"model": 2}])
 def test_islands_are_replicas_of_one_program_on_each_layout(layout: dict[str, int]) -> None:
     """To rounding: programs of tests are compiled in a cheap way. `test_island_identities` has it bit for bit."""

@@ -58,6 +58,7 @@ def check(ours: Any, theirs: Any, rtol: float | None = None) -> None:
                 np.testing.assert_allclose(each[name], expected, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW, MUON], ids=lambda each: each["name"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_bound_of_0_is_bulk_synchronous_bit_for_bit(count: int, optimizer: dict[str, Any]) -> None:
@@ -79,6 +80,7 @@ def test_clipping_and_uneven_tokens_are_those_of_the_whole_batch() -> None:
         check(ours, theirs, 2e-6)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("servers", [0, 2])
 @pytest.mark.parametrize("weights", ["even", "uneven"])
 @pytest.mark.parametrize("count", [2, 4])

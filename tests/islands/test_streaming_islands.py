@@ -51,6 +51,7 @@ def time() -> Time:
     return Time()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("count", "tau", "fragments", "alpha"),
     [(2, 0, 1, 0.0), (2, 2, 2, 0.0), (4, 1, 2, 0.5), (4, 0, 2, 0.0), (2, 1, 2, 1.0)],

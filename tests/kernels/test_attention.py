@@ -124,6 +124,7 @@ def check(actual, expected, tolerance):
         assert error < tolerance, f"{name} is off by {error:.1e} of its largest value"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_reference_and_xla_match_numpy(case):
     time = 14
@@ -134,6 +135,7 @@ def test_reference_and_xla_match_numpy(case):
         check(outputs(kernel_function(kernel, case, segments), *arrays), expected, 3e-6)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.parametrize(("kernel", "time"), [("blocks", 22), ("splash", 200)])
 def test_kernel_matches_numpy(kernel, time, case, monkeypatch):

@@ -116,6 +116,7 @@ SOME = ("packed", "long_window", "gqa_on_eight", "mqa_and_tensor_parallel", "sof
 METHOD_CASES = [(m, name) for m in METHODS for name in CASES if m != "ulysses" or name in SOME]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("method", "name"), METHOD_CASES)
 def test_shards_equal_one_device(method: str, name: str, monkeypatch):
     monkeypatch.setattr(halo_exchange, "TILE", 1)  # sends no more than the window

@@ -222,6 +222,7 @@ MESHES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("capacity", [None, 1.0], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_dispatch_equals_every_expert_on_every_token(mesh: str, capacity: float | None):

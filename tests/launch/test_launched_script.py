@@ -97,6 +97,7 @@ def test_an_error_of_one_worker_ends_all(tmp_path: Path):
     assert not list(tmp_path.glob("after-*"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mode", "said"),
     [("no run", "before it trained; expected a script with jaxtrain.Trainer"), ("second", "expected one run in a")],

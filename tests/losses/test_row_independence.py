@@ -932,6 +932,7 @@ def split_error(case: Case) -> float:
     return max(errors)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES["proven"])
 def test_independent_rows_are_proven_and_sum_up(name: str):
     assert is_proven(CASES["proven"][name])
@@ -939,6 +940,7 @@ def test_independent_rows_are_proven_and_sum_up(name: str):
     assert split_error(CASES["proven"][name]) < tolerance
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES["mixing"])
 def test_what_mixes_rows_is_not_proven_and_does_not_sum_up(name: str):
     assert not is_proven(CASES["mixing"][name])

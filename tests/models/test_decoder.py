@@ -80,6 +80,7 @@ def packed(rows: int = 2, length: int = 13):
     return tokens, np.tile(positions, (rows, 1)), np.tile(segments, (rows, 1))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_numpy(family: str):
     cfg, model_def, params = setup(FAMILIES[family])
@@ -95,6 +96,7 @@ def test_logits_equal_numpy(family: str):
     np.testing.assert_allclose(np.asarray(run(params))[:, real], expected[:, real], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "family", ["llama3", "mistral", "gemma2", "gemma3", "olmo2", "granite", "qwen3", "mixtral", "deepseek", "gpt2"]
 )
@@ -123,6 +125,7 @@ def test_decoding_with_a_cache_equals_the_whole_sequence(family: str):
         np.testing.assert_allclose(logits, expected[:, t], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("remat", ["full", "dots", ("attention", "residual"), ("q", "k", "v", "up", "gate")])
 def test_remat_gives_the_same_gradients(remat):
     tokens, positions, segments = packed()

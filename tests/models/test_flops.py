@@ -99,6 +99,7 @@ MOE = {
 }  # as many places as choices
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "variant", [{}, {"activation": "gelu", "qk_norm": "per_head"}, {"norm_placement": "sandwich"}, MOE], ids=str
 )

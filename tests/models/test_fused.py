@@ -73,6 +73,7 @@ def test_equals_the_decoder(one: tuple[dict, dict]):
     close(parted(grads), gradients(False, None, parted(params))[1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_equals_one_device(layout: str, one: tuple[dict, dict]):
     params, grads = one

@@ -86,6 +86,7 @@ def trained(tx, params, take, steps=5):
     return params, state
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [*WHOLE, *APART])
 def test_stacked_layers_train_as_single_ones(name):
     tx = {**WHOLE, **APART}[name]

@@ -318,6 +318,7 @@ def test_a_decoder(remat: Any):
     assert not {x.shape for x in parts.saved} & {p.shape for p in weights}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("precision", "remat", "options"), [
     ("bf16", "none", {"sliding_window": 4, "sliding_window_pattern": 2, "layers": 3, "biases": ["qkv"],
     "norm_placement": "sandwich"}),
@@ -386,6 +387,7 @@ def in_ticks(mesh, stage, params, x, dy, actions, microbatch):
     return jax.jit(mapped)(params, x, dy), splits[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, CAPACITY], ids=["dense", "experts"])
 def test_b_and_w_in_different_ticks_on_a_mesh(options: dict):
     """Two stages of two microbatches, each on a mesh of four devices; experts on several are in a shard_map."""

@@ -28,6 +28,7 @@ def differences(measured: dict, expected: dict) -> list[str]:
     return out
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
 @pytest.mark.parametrize("layout", together(EXPECTED))
 def test_every_collective_on_16_absent_h100(layout: str):

@@ -77,6 +77,7 @@ def test_bytes_of_the_state_are_exact(layout: str, mesh: dict[str, int], changes
     assert found.gathered == held["gathered"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
 @pytest.mark.parametrize("layout", together(["ddp", "fsdp", "tp_sp", "cp_ulysses"]))
 def test_bytes_on_the_wire_are_the_compiled_step_s(layout: str):
@@ -124,6 +125,7 @@ def test_what_layers_keep_is_about_what_a_compiled_step_does(layout: str, mesh: 
     assert sum(found.memory[kind] for kind in ("gradients", "gathered", "activations")) == pytest.approx(made, rel=0.2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(NO_CUDNN is not None, reason=str(NO_CUDNN))
 @pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("gpipe", "none"), ("zb_h1", "full")])
 def test_what_stages_keep_is_about_what_is_compiled_for_gpus(schedule: str, remat: str):

@@ -116,6 +116,7 @@ def test_the_compiler_hides_no_exchange(monkeypatch):
     assert "0.05 s a step of sending weights and gradients are exposed, 0.05 s could be hidden" in both.why
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("target", "layout", "mesh"),
     [

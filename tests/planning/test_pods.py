@@ -139,6 +139,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_pods_collectives_are_those_of_the_whole(name: str):
     layout, mesh, changes = LAYOUTS[name]

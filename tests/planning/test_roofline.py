@@ -306,6 +306,7 @@ def test_flops_of_steps_on_simulated_devices(layout: str, mesh: dict, remat: str
     assert ("remat" in found.by("phase", value="flops")) == (remat == "full")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
 @pytest.mark.parametrize(("layout", "mesh", "remat", "accumulate"), CASES)
 def test_flops_of_steps_on_absent_h100(layout: str, mesh: dict, remat: str, accumulate: int):

@@ -9,6 +9,7 @@ from wire_theory import Sizes, measured
 from zero_theory import ZERO, is_embedding, weights, zero_differences, zero_totals
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
 @pytest.mark.parametrize("name", one_in(2, ZERO))
 def test_every_collective_of_a_stage_on_16_absent_h100(name: str):

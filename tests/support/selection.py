@@ -1,7 +1,8 @@
-"""Selections of combinations for `make test`; `make matrix` runs the others."""
+"""Selections of cases for `make test`; `make matrix` or `make test ALL=1` runs the others."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,3 +20,19 @@ def one_in(number: int, rows: Iterable[Any], columns: Iterable[Any] = ()) -> lis
             marks = [pytest.mark.matrix] if (i + j) % number else []
             found.append(pytest.param(*values, marks=marks, id="-".join(map(str, values))))
     return found
+
+
+def left_out_cases(items: list[pytest.Item], sample: int) -> set[str]:
+    """Returns the ids of what `sampled(N)` leaves out. Of each test one case in N stays; N samples have them all."""
+    cases: dict[str, list[tuple[int, str]]] = {}
+    numbers: dict[str, int] = {}
+    for item in items:
+        if mark := item.get_closest_marker("sampled"):
+            among = item.location[0] if mark.kwargs.get("among") == "file" else item.nodeid.partition("[")[0]
+            cases.setdefault(among, []).append((zlib.crc32(item.nodeid.encode()), item.nodeid))
+            numbers[among] = mark.args[0]
+    left_out = set()
+    for among, found in cases.items():
+        number = min(numbers[among], len(found))
+        left_out |= {case for i, (_, case) in enumerate(sorted(found)) if (i - sample) % number}
+    return left_out

@@ -95,6 +95,7 @@ def left_over(own: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
     return left
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("kind", "place"), one_in(2, KINDS, PLACES))
 def test_what_was_applied_and_what_is_left_is_the_sum_of_the_true_means(kind: str, place: tuple[int, str]) -> None:
     count, layout = place
@@ -138,6 +139,7 @@ def test_with_momentum_the_sum_is_of_velocities(layout: str) -> None:
 EXACT = {"powersgd": {"rank": EMBED}, "topk": {"share": 1.0}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "layout"), one_in(2, EXACT, ALL_LAYOUTS))
 def test_full_rank_and_all_values_are_bsp(kind: str, layout: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(power_sgd, "LEAST_SAVING", 0.0)
@@ -152,6 +154,7 @@ def test_full_rank_and_all_values_are_bsp(kind: str, layout: str, monkeypatch: A
         assert set(state["sync"]["own"]["factors"]) == {"0", "1", "2", "3"}
 
 
+@pytest.mark.sampled(3)
 @kinds
 def test_all_layouts_of_a_replica_train_alike_and_near_bsp(kind: str) -> None:
     """Numbers that are rounded may be rounded otherwise where a sum has another order."""
@@ -166,6 +169,7 @@ def test_all_layouts_of_a_replica_train_alike_and_near_bsp(kind: str) -> None:
     assert one["exchanged_bytes"] < whole * {"int8": 0.32, "fp8": 0.32, "int4": 0.2}.get(kind, 0.15)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("kind", "layout"), one_in(2, KINDS, ALL_LAYOUTS))
 def test_the_program_sends_the_bytes_of_the_formula(kind: str, layout: str) -> None:
     """Codes, scales, indices and what travels whole; beside that a few numbers for the metrics."""
@@ -189,6 +193,7 @@ def test_the_program_sends_the_bytes_of_the_formula(kind: str, layout: str) -> N
         assert sum(row.count for row in large) == 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "layout"), one_in(2, KINDS, [*LAYOUTS, "zero1"]))
 def test_gradients_that_are_not_finite_skip_the_step_and_spoil_nothing(kind: str, layout: str) -> None:
     program = stacked(layout, compressed(kind))

@@ -19,6 +19,7 @@ MODEL = {"type": "test_compressed_gradients:Stacked"}
 OVER_DATA = {"replica": 1, "data": 2, "fsdp": 2, "model": 2}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "mesh"), [("int4", None), ("powersgd", None), ("topk", None), ("int4", OVER_DATA), ("powersgd", OVER_DATA)]
 )

@@ -146,6 +146,7 @@ def gossip_of_single_replicas(count: int, graph: str, steps: int, every: int) ->
     return np.stack([state["params"]["a"] for state in states])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("graph", ["ring", "exponential", "matching"])
 def test_a_run_is_that_of_single_replicas_and_their_mixing_matrix(layout: str, graph: str) -> None:

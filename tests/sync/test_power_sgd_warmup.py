@@ -30,6 +30,7 @@ def test_without_a_warmup_there_is_no_first_phase() -> None:
     assert (end, first.gradients) == (7, "none")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_first_steps_are_those_of_bsp_and_then_compressed_ones_begin(layout: str) -> None:
     """The first compressed step is that of a run that begins there: nothing was left to send."""

@@ -107,6 +107,7 @@ def test_blocks_are_of_one_layer_and_come_back(shape: tuple[int, ...]) -> None:
         assert all(len(set(block) - {0.0}) <= 1 for block in blocks.reshape(-1, blocks.shape[-1]))
 
 
+@pytest.mark.sampled(4)
 @bits
 @pytest.mark.parametrize("count", [2, 4])
 def test_nothing_is_lost_with_residuals(bits: q.Bits, count: int) -> None:
@@ -157,6 +158,7 @@ def test_the_program_sends_the_bytes_of_the_formula(bits: q.Bits) -> None:
     assert q.sent_bytes(shapes, bits, 4) < whole * (width(bits) + 3) / 32
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("deltas", "near"), [("int8", 0.01), ("fp8", 0.02), ("int4", 0.05), ("int2", 0.2)])
 def test_diloco_in_few_bits_trains_and_keeps_replicas_equal(

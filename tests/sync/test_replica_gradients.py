@@ -122,6 +122,7 @@ def test_replicas_have_noise_of_their_own() -> None:
         assert (history[0]["metrics"]["apart"] > 1e-3) == differ
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "sync"),
     [({"replica": 2}, MEAN), ({"data": 2}, {"compress": {"gradients": "topk", "share": 1.0}})],

@@ -72,6 +72,7 @@ def test_experts_inside_a_replica() -> None:
     check({"expert": 2, "fsdp": 2}, "moe", rules, model=EXPERTS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "sync",
     [

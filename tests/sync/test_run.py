@@ -69,6 +69,7 @@ PUSH_SUM = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "sync", [DILOCO, {"strategy": "post_local", "every": 2, "bsp_steps": 2}, PACKED, PUSH_SUM], ids=str
 )

@@ -168,6 +168,7 @@ def test_what_is_read_before_a_skipped_step_is_read() -> None:
     np.testing.assert_array_equal(state["sync"]["own"]["read"]["a"][1], jax.device_get(program.init()["params"]["a"]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", [SSP, ASP], ids=["ssp", "asp"])
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, sync: dict[str, Any]) -> None:
     whole = resumed_bitwise(tmp_path, sync)

@@ -186,6 +186,7 @@ def by_hand(start: dict[str, np.ndarray], steps: int, every: int, tau: int, alph
     return found
 
 
+@pytest.mark.sampled(5)
 @layouts
 @pytest.mark.parametrize(("tau", "alpha"), [(2, 0.5), (0, 0.25), (1, 0.0)])
 @pytest.mark.parametrize("smallest", [1, 1024], ids=["cut", "packed"])
@@ -208,6 +209,7 @@ def test_two_fragments_move_as_numpy_says(layout: str, tau: int, alpha: float, s
 FLYING = {"log": {"tensorboard": False, "every": 1}, "checkpoint": {"every": 1, "keep": 20}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compress", [{}, {"deltas": "int4"}], ids=["float32", "int4"])
 def test_a_run_resumed_with_a_fragment_in_flight_is_the_same_bit_for_bit(
     tmp_path: Path, compress: Any, monkeypatch: pytest.MonkeyPatch
@@ -332,6 +334,7 @@ FSDP, TP, PIPELINE = {"fsdp": 2}, {"model": 2}, {"pipeline": 2, "data": 2}
 SLOW = [(FSDP, "none"), (TP, "none"), (TP, "int4"), (PIPELINE, "int4")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "deltas"),
     [(FSDP, "int4"), (PIPELINE, "none"), *(pytest.param(*case, marks=pytest.mark.matrix) for case in SLOW)],

@@ -111,6 +111,7 @@ def formula(layout: str, value: float, scale: float) -> tuple[float, float, floa
     return own * (shards - 1), own * (shards // 2 - 1), own * shards / 2
 
 
+@pytest.mark.sampled(2)
 @layouts
 def test_the_program_gathers_the_bytes_of_the_formula(layout: str) -> None:
     plain, int8 = formula(layout, 4, 0), formula(layout, 1, 4)

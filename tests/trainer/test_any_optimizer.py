@@ -97,6 +97,7 @@ def alone(place):
     return run
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "layout"), one_in(5, OPTIMIZERS, LAYOUTS))
 def test_a_layout_never_changes_the_result(place, alone, name, layout):
     found, size = steps_of(config(place, OPTIMIZERS[name], *LAYOUTS[layout], "simulate=8"), 8)
@@ -110,6 +111,7 @@ def test_a_layout_never_changes_the_result(place, alone, name, layout):
 MOVES = {"zero2-3d": ("zero2", "3d"), "3d-zero1": ("3d", "zero1")}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "move"), one_in(12, OPTIMIZERS, MOVES))
 def test_resume_on_another_mesh(place, alone, name, move):
     before, after = (LAYOUTS[layout] for layout in MOVES[move])

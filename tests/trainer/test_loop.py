@@ -195,6 +195,7 @@ def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
     assert order[:-1] == [(n + 1, n) for n in range(1, 8)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["fsdp", "cp_ring"])
 def test_resume_on_another_layout_is_fp32_tight(tmp_path, corpus, layout):
     same = "schedule.name=constant"  # so that the number of steps does not matter

@@ -49,6 +49,7 @@ def of_strategy(outcome: Outcome) -> dict[str, LayoutResult]:
     return {what: row for (name, what), row in found.items() if what}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategies_are_equal_on_every_layout(name: str):
     outcome = verify(STRATEGIES[name], ["fsdp", "tp"], optimizer={"name": "adamw", "lr": 0.01})

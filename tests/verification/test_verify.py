@@ -183,6 +183,7 @@ def test_a_layout_that_cannot_be_traced_fails_alone(path, monkeypatch):
     assert row == LayoutResult(candidate, None, error="axis `model` is used twice on a tensor")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fault", "layout"),
     [
