@@ -53,16 +53,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)  # after -m: a sample is of the cases that would run
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("measures"):  # others may keep the machine busy for some seconds
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=5))
     number, sample = config.getoption("--one-in"), config.getoption("--sample")
     left_out = left_out_cases(items, sample) if config.getoption("--sampled") else set()
-    chosen = [item for item in items if zlib.crc32(f"{sample} {item.nodeid}".encode()) % number == 0]
-    chosen = [item for item in chosen if item.nodeid not in left_out]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-    items[:] = chosen
+    left_out |= {item.nodeid for item in items if zlib.crc32(f"{sample} {item.nodeid}".encode()) % number}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 @pytest.fixture(autouse=True, scope="module")
