@@ -5,7 +5,7 @@ They are encoded by JAX, and decoded by NumPy for islands and servers alike: wha
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,17 @@ class EncodedArray(NamedTuple):
     message: jax.Array
     size: int
     bits: Bits
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values."""
+        *dims, width = self.message.shape
+        return (*dims, width // self.message.sharding.shard_shape(self.message.shape)[-1] * self.size)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the values: float32."""
+        return np.dtype(np.float32)
 
     @property
     def nbytes(self) -> int:

@@ -75,6 +75,7 @@ class Arrived(NamedTuple):
             if no island had finite ones.
         is_wanted: others wait for the values that the island has after that.
         weights: shares in gossip: that the island keeps of its own, and that each of `values` has of its sender's.
+        lost: (what it is of, values): rows that the mean which this island has rounded has lost, over its share in it.
     """
 
     values: list[tuple[Parts, Mapping[Path, np.ndarray]]]
@@ -87,6 +88,7 @@ class Arrived(NamedTuple):
     is_mean: bool = False
     is_wanted: bool = False
     weights: tuple[float, ...] = ()
+    lost: tuple[Parts, Flat] = ({}, {})
 
 
 class IslandClient(ABC):

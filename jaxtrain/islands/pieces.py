@@ -39,9 +39,18 @@ def merged(pieces: Sequence[Pieces]) -> dict[Path, list[TensorPiece]]:
     return {path: [piece for each in pieces for piece in each.get(path, ())] for path in paths}
 
 
-def whole_pieces(values: Flat) -> dict[Path, list[TensorPiece]]:
+def whole_pieces(values: Mapping[Path, np.ndarray | EncodedBlock]) -> dict[Path, list[TensorPiece]]:
     """Returns values as pieces, one for each tensor."""
-    return {path: [TensorPiece((0,) * x.ndim, x)] for path, x in values.items()}
+
+    def dims(x: np.ndarray | EncodedBlock) -> int:
+        return x.message.ndim if isinstance(x, EncodedBlock) else x.ndim
+
+    return {path: [TensorPiece((0,) * dims(x), x)] for path, x in values.items()}
+
+
+def piece_bytes(pieces: Pieces) -> int:
+    """Returns the bytes that travel."""
+    return sum(piece.values.nbytes for found in pieces.values() for piece in found)
 
 
 def decoded(pieces: Pieces) -> dict[Path, list[TensorPiece]]:
@@ -123,6 +132,27 @@ def place(parts: Sequence[tuple[Part, np.ndarray]], like: jax.ShapeDtypeStruct) 
         ]  # fmt: skip
         block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return np.asarray(block, like.dtype)
+
+    return jax.make_array_from_callback(like.shape, like.sharding, shard)
+
+
+def place_rows(part: Part, values: np.ndarray, like: Any) -> jax.Array:
+    """Returns a device array that has the values in the rows of a part, and zeros in the others.
+
+    Args:
+        part: some rows.
+        values: of these.
+        like: shape, dtype and sharding of the array.
+    """
+
+    def shard(index: Any) -> np.ndarray:
+        found = np.zeros(like.sharding.shard_shape(like.shape), like.dtype)
+        start, stop, _ = index[0].indices(like.shape[0])
+        first, last = max(start, part.start or 0), min(stop, part.stop or 0)
+        if first < last:
+            offset = part.start or 0
+            found[first - start : last - start] = values[(slice(first - offset, last - offset), *index[1:])]
+        return found
 
     return jax.make_array_from_callback(like.shape, like.sharding, shard)
 

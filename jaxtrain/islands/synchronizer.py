@@ -15,7 +15,7 @@ from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.core.program import Program
 from jaxtrain.islands.client import Arrived, IslandClient
 from jaxtrain.islands.pieces import place_tree
-from jaxtrain.islands.push_encoder import PushEncoder
+from jaxtrain.islands.shard_encoder import ShardEncoder
 from jaxtrain.islands.trees import Flat, flatten_dict, unflatten_dict
 from jaxtrain.optim.optimizers import ema_update
 from jaxtrain.sync.island_state import RESIDUAL, island_form
@@ -25,7 +25,7 @@ from jaxtrain.sync.replica_dim import distance
 from jaxtrain.sync.synchronizer import SENT, Metrics, State, Step, Synchronizer
 
 Batch = Mapping[str, jax.Array]
-DISTANCE, RECEIVED = "consensus_distance", "received_bytes"
+DISTANCE, RECEIVED, PARAMS = "consensus_distance", "received_bytes", "params"
 
 
 class IslandSynchronizer(Synchronizer, ABC):
@@ -51,7 +51,7 @@ class IslandSynchronizer(Synchronizer, ABC):
         self.behind: int | None = None
         self._sync, self._has_begun = sync, False
         bits = BITS.get(sync.island_format, 0)
-        self._encoder = PushEncoder(self.one["params"], bits) if bits else None
+        self._encoder = ShardEncoder(flatten_dict({PARAMS: self.one[PARAMS]}), bits) if bits else None
 
     def begun(self, state: State, step: int) -> State:
         """Returns the state of the first step: with the values of the servers, or they begin with those of it.
@@ -86,17 +86,18 @@ class IslandSynchronizer(Synchronizer, ABC):
     def with_values(self, state: State, arrived: Arrived) -> State:
         """Returns a state with the values of the servers."""
 
-    def encoded(self, values: Flat, state: State) -> tuple[Flat, Any]:
-        """Returns what a push of values sends, and what it leaves to be sent; None if nothing is kept."""
+    def encoded(self, values: Flat, state: State) -> tuple[Flat, Flat | None]:
+        """Returns what an exchange of values sends, and what it leaves to be sent; None if nothing is kept."""
         if self._encoder is None:
             return values, None
-        return self._encoder(values, state.get(SYNC, {}).get(RESIDUAL))
+        residual = state.get(SYNC, {}).get(RESIDUAL)
+        return self._encoder(values, None if residual is None else flatten_dict({PARAMS: residual}))
 
-    def _with_residual(self, state: State, residual: Any, arrived: Arrived) -> State:
-        """Returns a state with what a push has left to be sent, unless it was dropped: then with that before it."""
+    def _with_residual(self, state: State, residual: Flat | None, arrived: Arrived) -> State:
+        """Returns a state with what an exchange has left to be sent; with that before it if it does not count."""
         if residual is None or not arrived.counts:
             return state
-        return {**state, SYNC: {**state[SYNC], RESIDUAL: residual}}
+        return {**state, SYNC: {**state[SYNC], RESIDUAL: unflatten_dict(residual)[PARAMS]}}
 
     def _placed(self, arrived: Arrived, like: State) -> State:
         return unflatten_dict(place_tree(arrived.values, flatten_dict(like)))
@@ -259,6 +260,15 @@ class RoundIsland(IslandSynchronizer):
     def _is_finite(self) -> Callable[[Any], jax.Array]:
         return jax.jit(lambda values: jnp.stack([jnp.isfinite(x).all() for x in values]).all())
 
+    @cached_property
+    def _change(self) -> Callable[[Any, Any], Any]:
+        """Returns (what was agreed on, parameters) -> how far they are from it, float32."""
+
+        def change(agreed: Any, params: Any) -> Any:
+            return jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), agreed, params)
+
+        return jax.jit(change)
+
 
 class ChangeIsland(RoundIsland):
     """`async_diloco`, or `diloco` in few bits: the island pushes how far it has come from what it read.
@@ -269,10 +279,3 @@ class ChangeIsland(RoundIsland):
     def outgoing(self, state: State) -> Flat:
         """Returns the parameters that it read less its own, float32, and mutable variables."""
         return self.pushed(state) | flatten_dict({"params": self._change(state[SYNC]["agreed"], state["params"])})
-
-    @cached_property
-    def _change(self) -> Callable[[Any, Any], Any]:
-        def change(agreed: Any, params: Any) -> Any:
-            return jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), agreed, params)
-
-        return jax.jit(change)

@@ -98,7 +98,7 @@ def priced_strategies(
             keys += graph_key
             sent = received = most_messages(graph, count) * (sizes["params"] + sizes["mutable"])
         elif not servers:
-            sent = received = _averaged(sizes, count, sync.streaming.fragments if is_streaming else 0)
+            sent = received = _averaged(sizes, count, form, sync.streaming.fragments if is_streaming else 0)
         return price(
             name, keys, sent, received, every, count, servers, is_lockstep=is_lockstep, hidden=hidden, rate=rate,
             server_rate=server_rate, seconds=seconds, tokens=tokens,
@@ -130,19 +130,19 @@ def _exchanged(sizes: Mapping[str, int], form: str, is_stale: bool, updates: int
     return sent, min(updates * (sizes[f"message {form}"] + mutable), sizes[f"params {form}"] + mutable)
 
 
-def _averaged(sizes: Mapping[str, int], count: int, fragments: int) -> int:
+def _averaged(sizes: Mapping[str, int], count: int, form: str, fragments: int) -> int:
     """Returns the bytes that an island sends, and receives, where islands average among themselves.
 
     Args:
         sizes: of trees, see `step_program.tree_bytes`.
         count: islands.
-        fragments: of which one travels, in float32 both times; 0: all travels as it is, then the mean in float32.
+        form: format of values, see `sync.compress`. `none`: they travel as they are, or of a fragment in float32, and
+            the mean in float32.
+        fragments: of which one travels; 0: all does.
     """
-    if not fragments:
-        whole = sizes["params"] + sizes["mutable"] + sizes["mean"]
-    else:
-        params = sizes["mean"] - sizes["mutable mean"]
-        whole = 2 * params / fragments + sizes["mutable"] + sizes["mutable mean"]
+    mean = sizes["mean" if form == "none" else f"mean {form}"]
+    values = sizes[f"changes {form}"] if form != "none" else mean if fragments else sizes["params"]
+    whole = (values + mean) / (fragments or 1) + sizes["mutable"] + sizes["mutable mean"]
     return round((count - 1) / count * whole)
 
 

@@ -81,9 +81,9 @@ def tree_bytes(program: Program) -> dict[str, int]:
 
     Returns:
         `gradients`: of a step, float32 if they are accumulated or scaled. `params`: the parameters. `mutable`: mutable
-        variables with fractions. `mean`: means of these and of the parameters, float32; `mutable mean`: of these alone.
+        variables with fractions. `mean`: means of the parameters, float32; `mutable mean`: of those variables.
         And of each format of `sync.compress`, such as `gradients int8`: `gradients` and `changes` of parameters in it,
-        the `message` of an update, and `params` that islands read at once.
+        the `message` of an update, `params` that islands read at once, and the `mean` of changes without a server.
     """
     one, gradients = program.one, program.gradients
     is_float32 = not gradients.is_one_pass or "scaling" in one
@@ -95,7 +95,7 @@ def tree_bytes(program: Program) -> dict[str, int]:
     params = one["params"]
     found = {
         "gradients": count(params, 4 if is_float32 else None), "params": count(params), "mutable": count(fractions),
-        "mean": count(params, 4) + count(fractions, 4), "mutable mean": count(fractions, 4),
+        "mean": count(params, 4), "mutable mean": count(fractions, 4),
     }  # fmt: skip
     for name, bits in BITS.items():
         if bits:
@@ -107,13 +107,15 @@ def tree_bytes(program: Program) -> dict[str, int]:
 
 def _rounded_bytes(params: list[Any], is_float32: bool, bits: Bits) -> list[tuple[str, int]]:
     """Returns bytes of parameters in few bits, as `tree_bytes` names them; small ones travel as they are."""
-    total = dict.fromkeys(("gradients", "changes", "message", "params"), 0)
+    total = dict.fromkeys(("gradients", "changes", "message", "params", "mean"), 0)
     for leaf in params:
         shard, itemsize = leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize
-        exact = {"gradients": 4 if is_float32 else itemsize, "changes": 4, "message": itemsize, "params": itemsize}
-        sizes = {name: leaf.size * each for name, each in exact.items()}
+        each = {"gradients": 4 if is_float32 else itemsize, "changes": 4, "mean": 4}
+        each |= {"message": itemsize, "params": itemsize}
+        sizes = {name: leaf.size * size for name, size in each.items()}
         if is_sent_in_blocks(leaf.shape, leaf.dtype, shard, bits):
             sizes["gradients"] = sizes["changes"] = message_bytes(shard, bits) * (leaf.size // prod(shard))
+            sizes["mean"] = message_bytes(leaf.shape, bits)
         if is_sent_in_blocks(leaf.shape, leaf.dtype, leaf.shape, bits):
             sizes |= {"message": message_bytes(leaf.shape, bits), "params": 4 * leaf.size}
         total = {name: size + sizes[name] for name, size in total.items()}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.sections.islands import AT_ROUNDS, WITHOUT_MEAN
-from jaxtrain.config.sections.sync import SyncConfig
+from jaxtrain.config.sections.sync import CompressConfig, SyncConfig
 from jaxtrain.sync.added_state import placed_state, replicated
 from jaxtrain.sync.local_step import SYNC
 from jaxtrain.sync.make import make_strategy
@@ -33,9 +33,10 @@ def island_form(strategy: Strategy, one: State, sync: SyncConfig, servers: int, 
     if sync.strategy in WITHOUT_MEAN:
         return Synchronizer(strategy)
     if not servers and sync.strategy == "streaming_diloco":
-        return StreamingPeerSynchronizer(strategy, one, _fragment_strategy(sync, one["params"], names))
+        rounds = _fragment_strategy(sync, one["params"], names)
+        return StreamingPeerSynchronizer(strategy, one, rounds, sync.has_island_residuals)
     if not servers:
-        return PeerSynchronizer(strategy, one, make_strategy(sync, PEERS))
+        return PeerSynchronizer(strategy, one, strategy_by_mean(sync), sync.has_island_residuals)
     if sync.strategy in AT_ROUNDS:
         return ConsensusSynchronizer(strategy, one, sync.has_island_residuals)
     return ResidualSynchronizer(strategy, one) if sync.has_island_residuals else Synchronizer(strategy)
@@ -47,6 +48,11 @@ def _fragment_strategy(sync: SyncConfig, params: Any, names: Any) -> StreamingDi
     strategy = StreamingDiLoCo(sync.model_copy(update={"streaming": in_one}), 1)
     strategy.prepare(params, names)
     return strategy
+
+
+def strategy_by_mean(sync: SyncConfig) -> Strategy:
+    """Returns the strategy of `PEERS` for `exchange_by_mean`: what has travelled in few bits is decoded before."""
+    return make_strategy(sync.model_copy(update={"compress": CompressConfig()}), PEERS)
 
 
 def exchange_by_mean(strategy: Strategy, own: Any, params: Any, mean: Any, weight: jax.Array) -> tuple[Any, Any]:
@@ -145,10 +151,11 @@ class PeerSynchronizer(ConsensusSynchronizer):
         strategy: of one run alone, which the island's step is.
         one: abstract state without the part, with shardings.
         rounds: strategy by which the islands agree.
+        has_residual: it has the residual, too.
     """
 
-    def __init__(self, strategy: Strategy, one: State, rounds: Strategy) -> None:
-        super().__init__(strategy, one)
+    def __init__(self, strategy: Strategy, one: State, rounds: Strategy, has_residual: bool = False) -> None:
+        super().__init__(strategy, one, has_residual)
         self.rounds = rounds
 
     def added(self, params: Any) -> dict[str, Any]:
@@ -171,22 +178,26 @@ class StreamingPeerSynchronizer(ResidualSynchronizer):
         strategy: of one run alone, which the island's step is.
         one: abstract state without the part, with shardings.
         rounds: strategy by which the islands agree, of one replica.
+        has_residual: it has the residual, too.
     """
 
-    def __init__(self, strategy: Strategy, one: State, rounds: StreamingDiLoCo) -> None:
+    def __init__(self, strategy: Strategy, one: State, rounds: StreamingDiLoCo, has_residual: bool = False) -> None:
         super().__init__(strategy, one)
-        self.rounds = rounds
+        self.rounds, self._has_residual = rounds, has_residual
 
     def added(self, params: Any) -> dict[str, Any]:
         """Returns shapes, dtypes and shardings of the part, for abstract parameters."""
         tokens = replicated(jax.ShapeDtypeStruct((), jnp.float32), params)
         place = replicated(jax.ShapeDtypeStruct((2,), jnp.uint32), params)
-        return {"tokens": tokens, "sent_tokens": tokens, "own": placed_state(self.rounds, params), "place": place}
+        residual = super().added(params) if self._has_residual else {}
+        own = placed_state(self.rounds, params)
+        return {"tokens": tokens, "sent_tokens": tokens, "own": own, "place": place} | residual
 
     def initial(self, params: Any) -> dict[str, Any]:
         """Returns the part at the start of a run."""
         tokens = dict.fromkeys(("tokens", "sent_tokens"), jnp.float32(0))
-        return {**tokens, "own": self.rounds.init(params), "place": jnp.zeros(2, jnp.uint32)}
+        residual = super().initial(params) if self._has_residual else {}
+        return {**tokens, "own": self.rounds.init(params), "place": jnp.zeros(2, jnp.uint32)} | residual
 
     def agreed(self, state: State) -> State:
         """Returns the variables that validation and export use: of each fragment those of its last exchange."""

@@ -26,12 +26,11 @@ from jaxtrain.islands.blocks import EncodedBlock, decode, decode_on_device, enco
 from jaxtrain.islands.callback import open_island
 from jaxtrain.islands.partition import Spec, partition
 from jaxtrain.islands.pieces import assemble, decoded, pieces_of
-from jaxtrain.islands.push_encoder import PushEncoder
 from jaxtrain.islands.server.process import ServerProcess
 from jaxtrain.islands.server.public_values import with_message
 from jaxtrain.islands.server.recent_messages import RecentMessages
 from jaxtrain.islands.server.rules import ExchangeRule, Header
-from jaxtrain.islands.trees import flatten_dict
+from jaxtrain.islands.shard_encoder import ShardEncoder
 from jaxtrain.sync.quantized_mean import BITS, message_bytes
 from jaxtrain.trainer.restore import restore_checkpoint
 
@@ -93,10 +92,8 @@ def test_pushes_and_what_is_left_are_all_that_was_to_be_sent(layout: str, form: 
     rng, leaves = np.random.default_rng(0), like(layout, 0)
     shares = partition(SPECS, 2)
     assert sum(("params", "stack", "w") in parts for parts in shares) == 2
-    params = jax.tree.map(lambda leaf: leaf, {"embed": leaves["params", "embed"], "scale": leaves["params", "scale"]})
-    params["stack"] = {name: leaves["params", "stack", name] for name in ("w", "norm")}
-    encoder = PushEncoder(params, BITS[form])
-    residual = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, np.float32), leaf.sharding), params)
+    encoder = ShardEncoder(leaves, BITS[form])
+    residual = {path: jax.device_put(np.zeros(x.shape, np.float32), x.sharding) for path, x in leaves.items()}
     sent = {path: np.zeros(spec.shape) for path, spec in SPECS.items()}
     wanted = {path: np.zeros(spec.shape) for path, spec in SPECS.items()}
     for _ in range(5):
@@ -111,7 +108,7 @@ def test_pushes_and_what_is_left_are_all_that_was_to_be_sent(layout: str, form: 
                 sent[path][parts[path].layers if x.ndim else ()] += x
         for path, x in values.items():
             wanted[path] += x.astype(np.float64)
-    left = flatten_dict({"params": residual})
+    left = residual
     assert np.abs(left["params", "embed"]).max() > 0
     for path, spec in SPECS.items():
         assert left[path].sharding == leaves[path].sharding
@@ -131,13 +128,13 @@ class Recorded:
         self.wanted: dict[Any, Any] = {}
         self.sent: dict[Any, Any] = {}
         self._lock = threading.Lock()
-        call = PushEncoder.__call__
+        call = ShardEncoder.__call__
 
-        def recorded(encoder: PushEncoder, arrays: Any, residual: Any) -> Any:
+        def recorded(encoder: ShardEncoder, arrays: Any, residual: Any) -> Any:
             self._add(self.wanted, {path: np.asarray(x, np.float64) for path, x in arrays.items()})
             return call(encoder, arrays, residual)
 
-        monkeypatch.setattr(PushEncoder, "__call__", recorded)
+        monkeypatch.setattr(ShardEncoder, "__call__", recorded)
         config = run_config(sync, servers=2)
         with LocalServer(config) as server:
             hold = server.servers.hold

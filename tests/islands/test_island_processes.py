@@ -21,7 +21,7 @@ STRATEGIES = {
     "server": ("sync.strategy=bsp", "sync.compress.gradients=int8", "islands.servers=2", "model.embed=64"),
     "streaming": (
         "sync.strategy=streaming_diloco", "sync.every=8", "sync.streaming.fragments=2", "sync.streaming.tau=2",
-        "islands.servers=0",
+        "islands.servers=0", "sync.compress.deltas=int8", "model.embed=64",
     ),
     "gossip": ("sync.strategy=gossip", "sync.every=4", "sync.gossip.graph=ring", "islands.servers=0"),
 }  # fmt: skip

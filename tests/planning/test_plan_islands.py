@@ -24,9 +24,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.islands.callback import tensors
 from jaxtrain.islands.partition import partition
 from jaxtrain.islands.pieces import pieces_of
-from jaxtrain.islands.push_encoder import PushEncoder
 from jaxtrain.islands.server.process import ServerProcess
 from jaxtrain.islands.server.rules import ExchangeRule, Header
+from jaxtrain.islands.shard_encoder import ShardEncoder
 from jaxtrain.islands.trees import flatten_dict
 from jaxtrain.planning import advice, islands, step_program
 from jaxtrain.planning.cost import exchange_price
@@ -175,7 +175,7 @@ def island_plan(
     *overrides: str, plan: Plan | None = None, dcn: str | None = "1Gbit", server_dcn: str | None = None
 ) -> Plan:
     """The plan of `plan_examples.fitting`, whose steps take a second, as one of four islands."""
-    sizes = {"gradients": 250 * MB, "params": 125 * MB, "mutable": 0, "mean": 250 * MB}
+    sizes = {"gradients": 250 * MB, "params": 125 * MB, "mutable": 0, "mean": 250 * MB, "mutable mean": 0}
     return islands.with_islands(config(*overrides), plan or fitting(tree_bytes=sizes), dcn, server_dcn)
 
 
@@ -288,7 +288,7 @@ def test_a_plan_without_times_or_without_a_step():
 
 
 def fitting_bytes() -> dict[str, int]:
-    return {"gradients": 8, "params": 8, "mutable": 0, "mean": 8}
+    return {"gradients": 8, "params": 8, "mutable": 0, "mean": 8, "mutable mean": 0}
 
 
 def test_advice_on_rows_is_on_those_of_the_run(monkeypatch):
@@ -370,7 +370,7 @@ def test_bytes_in_few_bits_are_those_that_travel(form: str):
     sizes, params = step_program.tree_bytes(made), made.one["params"]
     zeros = jax.tree.map(lambda p: jax.device_put(jnp.zeros(p.shape, jnp.float32), p.sharding), params)
     specs = tensors(made_for, made)
-    flat, _ = PushEncoder(params, BITS[form])(flatten_dict({"params": zeros}), None)
+    flat, _ = ShardEncoder(flatten_dict({"params": params}), BITS[form])(flatten_dict({"params": zeros}), None)
     (parts,) = partition(specs, 1)
     pushed = sum(piece.values.nbytes for pieces in pieces_of(flat, parts).values() for piece in pieces)
     assert sizes[f"changes {form}"] == sizes[f"gradients {form}"] == pushed
@@ -403,7 +403,7 @@ def test_bytes_of_what_the_servers_hold(strategy: str, mutable: int):
     sizes = step_program.tree_bytes(made)
     assert sizes.pop("mutable") == 32  # mean and variance
     assert sizes.pop("mutable mean") == 32
-    assert sizes.pop("mean") == 4 * sum(leaf.size for leaf in jax.tree.leaves(made.one["params"])) + 32
+    assert sizes.pop("mean") == 4 * sum(leaf.size for leaf in jax.tree.leaves(made.one["params"]))
     assert set(sizes.values()) == {4 * 28}  # scale, bias, 16 + 4: too small for blocks
     assert {"gradients", "params", "changes int8", "message fp8"} <= set(sizes)
     assert sizes["params"] + mutable == sum(spec.nbytes for spec in tensors(found, made).values())

@@ -18,7 +18,7 @@ from jaxtrain.config.sections.sync import CompressConfig
 from jaxtrain.config.sections.sync_checks import KeysAndMessage
 from jaxtrain.errors import join_words
 
-FORMATS = ("none", "int8", "fp8", "int4", "int2")  # of values between islands and their servers
+FORMATS = ("none", "int8", "fp8", "int4", "int2")  # of values between islands, or with their servers
 
 
 def island_problems(config: Config) -> Iterator[KeysAndMessage]:
@@ -47,9 +47,6 @@ def island_problems(config: Config) -> Iterator[KeysAndMessage]:
         yield ("islands.servers", "sync.strategy"), message
     if not islands.servers and islands.late != "drop":
         yield ("islands.late", "islands.servers"), "without a server late work is dropped; expected drop"
-    if not islands.servers and sync.island_format != "none":
-        message = "without a server values travel as they are; expected none"
-        yield ("sync.compress.deltas", "islands.servers"), message
     yield from _format_problems(config)
     if config.mesh.replica != 1:
         yield ("mesh.replica", "islands.count"), "each island is one replica; expected 1"

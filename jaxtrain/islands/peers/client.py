@@ -5,18 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Any, cast
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
+from jaxtrain.islands.blocks import EncodedArray
 from jaxtrain.islands.client import Arrays, Arrived, Door, Refs, ServerlessClient, read_pieces
 from jaxtrain.islands.messages import Hello, LostValueError, SessionOverError
 from jaxtrain.islands.partition import STACKED, Part, Parts, Spec, partition
 from jaxtrain.islands.peers.coordinator import CountedRound, LeftBehindError, Ready, TryAgainError
+from jaxtrain.islands.peers.rounded_mean import LOST, RoundedMean, rounded_mean
 from jaxtrain.islands.peers.rounds import Place, RoundAttempt
-from jaxtrain.islands.pieces import Pieces, assemble, decoded, merged, pieces_of, whole_pieces
+from jaxtrain.islands.pieces import Pieces, assemble, decoded, merged, piece_bytes, pieces_of, whole_pieces
 from jaxtrain.islands.server.rules import Header, weighted_mean
 from jaxtrain.islands.trees import Flat, Path
+
+
+class SwappedMean(NamedTuple):
+    """A mean that islands have exchanged.
+
+    Attributes:
+        values: (part, mean) of each island.
+        sent: bytes.
+        received: bytes.
+        lost: see `Arrived`.
+    """
+
+    values: list[tuple[Parts, Mapping[Path, np.ndarray]]]
+    sent: int
+    received: int
+    lost: tuple[Parts, Flat]
 
 
 class PeerClient(ServerlessClient):
@@ -50,10 +70,10 @@ class PeerClient(ServerlessClient):
         is_finite: bool = True,
     ) -> Arrived:  # fmt: skip
         """Averages with the others, as often as islands leave in the middle of it; see `IslandClient`."""
-        return self.average(cast(Flat, arrays), clock, tokens, loss, is_finite)  # none is in few bits
+        return self.average(arrays, clock, tokens, loss, is_finite)
 
     def average(
-        self, arrays: Flat, clock: int, tokens: float, loss: float | None = None, is_finite: bool = True,
+        self, arrays: Arrays, clock: int, tokens: float, loss: float | None = None, is_finite: bool = True,
         waited: float | None = None,
     ) -> Arrived:  # fmt: skip
         """Averages as `exchange` does, for an island that waits meanwhile, or trains on.
@@ -100,39 +120,47 @@ class PeerClient(ServerlessClient):
                 [(_whole(values), values)], place.number * self._every, 0, {}, _sizes(values), place=place
             )  # fmt: skip
 
-    def _averaged(self, arrays: Flat, ready: Ready) -> Arrived:
+    def _averaged(self, arrays: Arrays, ready: Ready) -> Arrived:
         attempt: RoundAttempt = self._asked("ready", ready)
         try:
-            values, sent, received = self._mean(arrays, attempt)
+            mean = self._mean(arrays, attempt)
         except LostValueError:
             self._call("fail", attempt.number)
             raise TryAgainError from None
-        counted: CountedRound = self._asked("done", attempt.number, (sent, received))
+        counted: CountedRound = self._asked("done", attempt.number, (mean.sent, mean.received))
         self._place = counted.place
         finite = sum(entry.is_finite for entry in attempt.entries)
         metrics = {"pushing": float(len(attempt.entries)), "left_out": float(len(attempt.entries) - finite)}
         return Arrived(
-            values if finite else [], ready.clock, sent, metrics, received, place=counted.place, is_mean=True,
-            is_wanted=counted.is_wanted,
+            mean.values if finite else [], ready.clock, mean.sent, metrics, mean.received, place=counted.place,
+            is_mean=True, is_wanted=counted.is_wanted, lost=mean.lost,
         )  # fmt: skip
 
-    def _mean(self, arrays: Flat, attempt: RoundAttempt) -> tuple[list[Any], int, int]:
-        """Returns (part, mean) of each island of an attempt, and the bytes sent and received."""
-        islands, number = attempt.islands, attempt.number
+    def _mean(self, arrays: Arrays, attempt: RoundAttempt) -> SwappedMean:
+        """Returns the mean of the islands of an attempt. All of them call this."""
+        number, count, own = attempt.number, len(attempt.entries), attempt.islands.index(self.index)
         whole = {path: Spec(tuple(x.shape), x.dtype) for path, x in arrays.items()}
-        own, parts = islands.index(self.index), self._parts(tuple(whole.items()), len(attempt.entries))
+        parts = self._parts(tuple(whole.items()), count)
         specs = [{path: part.spec(whole[path]) for path, part in each.items()} for each in parts]
-        sizes = [sum(spec.nbytes for spec in each.values()) for each in specs]
+        sizes = [sum(_size(arrays[path], spec) for path, spec in each.items()) for each in specs]
         arrived = self._swapped(number, "values", [self._door.put(pieces_of(arrays, part)) for part in parts], True)
-        mean: Flat = {}
+        weights, mean = _weights(attempt), RoundedMean({}, {})
         if self._door.is_first:
             flats = [assemble(decoded(pieces), specs[own]) for pieces in arrived]
-            mean = weighted_mean(flats, _weights(attempt))
-        found = self._swapped(number, "mean", [self._door.put(whole_pieces(mean))] * len(islands))
-        means = [assemble(pieces, spec) for pieces, spec in zip(found, specs)]
-        others, nbytes = len(islands) - 1, list(map(_sizes, means))
-        sent, received = sum(sizes) - sizes[own] + others * nbytes[own], others * sizes[own] + sum(nbytes) - nbytes[own]
-        return list(zip(parts, means)), sent, received
+            mean = rounded_mean(weighted_mean(flats, weights), arrays if count > 1 else {})
+        messages = [self._door.put(whole_pieces(mean.message))] * count
+        if any(isinstance(x, EncodedArray) for x in arrays.values()):
+            messages[own] = self._door.put(whole_pieces({**mean.message, **_named_lost(mean.lost)}))
+        found = self._swapped(number, "mean", messages)
+        means = [assemble(decoded(pieces), spec) for pieces, spec in zip(found, specs)]
+        nbytes = [piece_bytes({path: pieces[path] for path in spec}) for pieces, spec in zip(found, specs)]
+        others, share = count - 1, np.float32(weights[own] or 1 / count)
+        lost = {path: spec for path, spec in _named_lost(specs[own]).items() if path in found[own]}
+        return SwappedMean(
+            list(zip(parts, means)), sum(sizes) - sizes[own] + others * nbytes[own],
+            others * sizes[own] + sum(nbytes) - nbytes[own],
+            (parts[own], {path[1:]: x / share for path, x in assemble(found[own], lost).items()}),
+        )  # fmt: skip
 
     def _swapped(self, number: int, name: str, refs: list[Refs], by_first: bool = False) -> list[Pieces]:
         """Returns what all islands of an attempt have sent to this one, which has sent them references.
@@ -145,6 +173,16 @@ class PeerClient(ServerlessClient):
         """
         self._call("send", number, name, refs)
         return read_pieces(self._door, self._asked("collect", number, name), by_first)
+
+
+def _named_lost(values: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Returns what a mean has lost as it is named in the message of an island to its own processes."""
+    return {(LOST, *path): value for path, value in values.items()}
+
+
+def _size(array: Any, part: Spec) -> int:
+    """Returns the bytes of some rows of an array, as it travels."""
+    return array.nbytes * prod(part.shape) // max(prod(array.shape), 1)
 
 
 def _in_rows(specs: Mapping[Path, Spec]) -> dict[Path, Spec]:

@@ -19,10 +19,12 @@ from jaxtrain.islands.client import Arrived
 from jaxtrain.islands.peers.client import PeerClient
 from jaxtrain.islands.peers.synchronizer import PeerIsland
 from jaxtrain.islands.pieces import place_tree
+from jaxtrain.islands.shard_encoder import ShardEncoder
 from jaxtrain.islands.synchronizer import DISTANCE, Batch, Metrics, State, Step
 from jaxtrain.islands.trees import Flat, flatten_dict
-from jaxtrain.sync.island_state import StreamingPeerSynchronizer
+from jaxtrain.sync.island_state import RESIDUAL, StreamingPeerSynchronizer
 from jaxtrain.sync.local_step import SYNC
+from jaxtrain.sync.quantized_mean import BITS
 from jaxtrain.sync.replica_dim import are_finite
 from jaxtrain.sync.strategy import Replicas, like
 from jaxtrain.sync.streaming import PACK, Event
@@ -64,7 +66,8 @@ class StreamingIsland(PeerIsland):
     """`streaming_diloco` without a server.
 
     A fragment is due every `every` / `fragments` steps. Its values are captured `tau` steps before, and the islands
-    average them while they train on; see `sync.streaming`. Mutable variables travel with them.
+    average them while they train on; see `sync.streaming`. Mutable variables travel with them. In few bits each sends
+    how far its values are from the outer parameters, in place of them.
     """
 
     def __init__(self, program: Program, client: PeerClient, sync: SyncConfig) -> None:
@@ -72,6 +75,7 @@ class StreamingIsland(PeerIsland):
         assert isinstance(self.form, StreamingPeerSynchronizer)
         self._strategy, self._fragments = self.form.rounds, self.form.rounds.fragments
         self._pending: PendingExchange | None = None
+        self._left: Flat | None = None  # what the exchange in flight has left to be sent
         self._waited = 0.0  # for the last exchange
         part = self.abstract(self.one)
         own, params = (jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (part[SYNC]["own"], part["params"]))
@@ -81,6 +85,10 @@ class StreamingIsland(PeerIsland):
         mesh, given = jax.tree.leaves(self.one["params"])[0].sharding.mesh, self._fragments.leaves(self.one["params"])
         specs = {path: each.part_spec(given[path].sharding) for path, each in self._fragments.parameters.items()}
         self._shardings = {path: NamedSharding(mesh, spec) for path, spec in (specs | {PACK: PartitionSpec()}).items()}
+        bits = BITS[sync.compress.deltas]
+        self._encoders = [ShardEncoder(self._like(i), bits) for i in range(self._fragments.count)] if bits else []
+        self._take_residual = jax.jit(self._residual_of, static_argnums=0)
+        self._put_residual = jax.jit(self._fragments.put, static_argnums=1, out_shardings=params)
 
     def training_step(self, step: int, local: Step) -> Step:
         """Returns a step of the island, after which a fragment may be captured or applied, as one function."""
@@ -119,7 +127,8 @@ class StreamingIsland(PeerIsland):
             placed["outer"], state["params"]
         )
         fresh = self.start(state)[SYNC]
-        sync = self.restarted({**fresh, "own": {**fresh["own"], **placed}}, arrived)
+        kept = {name: tree for name, tree in state[SYNC].items() if name == RESIDUAL}
+        sync = self.restarted({**fresh, **kept, "own": {**fresh["own"], **placed}}, arrived)
         return self.with_mutable({**state, "params": params, SYNC: sync}, arrived)
 
     def close(self) -> None:
@@ -148,11 +157,34 @@ class StreamingIsland(PeerIsland):
         """Begins the exchange of what a state has in flight."""
         fragment, own, mutable = self._fragment(due), state[SYNC]["own"], self.float_mutable(state)
         parts, mutable, is_finite = self._message(fragment, own, mutable)
+        sent, self._left = self._encoded_parts(fragment, parts, state, bool(is_finite))
         tokens, clock = float(state[SYNC]["sent_tokens"]), due * self._sync.interval
         waited = self._waited if self._sync.streaming.tau else None
         self._peers.stand_at(self.place(state))
-        average = partial(self._peers.average, parts | mutable, clock, tokens, loss, bool(is_finite), waited)
+        average = partial(self._peers.average, sent | mutable, clock, tokens, loss, bool(is_finite), waited)
         return PendingExchange(due, average)
+
+    def _encoded_parts(self, fragment: int, parts: Flat, state: State, is_finite: bool) -> tuple[Flat, Flat | None]:
+        """Returns the parts of a fragment as they travel, and what they leave to be sent; None if nothing is kept."""
+        if not self._encoders:
+            return parts, None
+        residual = self._take_residual(fragment, state[SYNC][RESIDUAL]) if RESIDUAL in state[SYNC] else None
+        sent, left = self._encoders[fragment](parts, residual)
+        return sent, left if is_finite or left is None else jax.tree.map(jnp.zeros_like, left)
+
+    def _residual_of(self, fragment: int, residual: Any) -> Flat:
+        """Returns what was left of the parts of a fragment."""
+        parts = self._fragments.take(residual, fragment)
+        like = {path: x for path, x in self._like(fragment).items() if path[1] != PACK}
+        return {path: jax.lax.with_sharding_constraint(parts[path[1]], x.sharding) for path, x in like.items()}
+
+    def _with_left(self, state: State, fragment: int, arrived: Arrived) -> State:
+        """Returns a state with what the exchange has left to be sent."""
+        if self._left is None:
+            return state
+        left = {path[1]: x for path, x in self.with_lost(self._left, arrived).items()}
+        residual = self._put_residual(state[SYNC][RESIDUAL], fragment, left)
+        return {**state, SYNC: {**state[SYNC], RESIDUAL: residual}}
 
     def _received(self, state: State, clock: int) -> tuple[State, Metrics]:
         """Returns the state after the exchange that is due, and metrics of it. Waits."""
@@ -163,7 +195,9 @@ class StreamingIsland(PeerIsland):
         metrics = self._note(arrived, clock)
         if not arrived.is_mean:
             return self.with_values(state, arrived), metrics
-        fragment, sync = self._fragment(clock // self._sync.interval), state[SYNC]
+        fragment = self._fragment(clock // self._sync.interval)
+        state = self._with_left(state, fragment, arrived)
+        sync = state[SYNC]
         means = self._means(arrived, fragment)
         own, params, distance, is_finite = self._apply(
             fragment, sync["own"], state["params"], sync["tokens"], self.float_mutable(state), means
@@ -181,14 +215,23 @@ class StreamingIsland(PeerIsland):
         """Returns the mean of what the islands sent of a fragment; None if nobody's was finite."""
         if not arrived.values:
             return None
+        return {path[1]: x for path, x in place_tree(arrived.values, self._like(fragment)).items()}
+
+    def _like(self, fragment: int) -> Flat:
+        """Returns shapes and shardings of what travels of a fragment beside mutable variables, float32."""
         parts, width = self._fragments.parameters, self._fragments.pack_width
         shapes = {path: parts[path].part for path in self._fragments.cut_paths(fragment)}
         shapes |= {PACK: (1, width)} if width else {}
-        placed = {
+        return {
             (SENT, path): jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._shardings[path])
             for path, shape in shapes.items()
         }
-        return {path[1]: x for path, x in place_tree(arrived.values, placed).items()}
+
+    def _outer_parts(self, fragment: int, own: Any) -> dict[str, jax.Array]:
+        """Returns the outer parameters of a fragment, as `_like`."""
+        found = self._fragments.take(own["outer"], fragment)
+        packed = {PACK: self._fragments.pack(found, fragment)} if self._fragments.pack_width else {}
+        return {path: found[path] for path in self._fragments.cut_paths(fragment)} | packed
 
     def _parts_of(self, fragment: int, own: Any, mutable: Flat) -> tuple[Flat, Flat, jax.Array]:
         """Returns the parts of a fragment in flight, mutable variables, and if all numbers of the island are finite."""
@@ -196,6 +239,8 @@ class StreamingIsland(PeerIsland):
         parameters = self._fragments.parameters
         found = {path: parameters[path].join(flight[path]) for path in self._fragments.cut_paths(fragment)}
         found |= {PACK: flight[PACK]} if PACK in flight else {}
+        if self._encoders:
+            found = {path: x - found[path] for path, x in self._outer_parts(fragment, own).items()}
         placed = {path: jax.lax.with_sharding_constraint(x, self._shardings[path]) for path, x in found.items()}
         parts = {(SENT, path): x for path, x in placed.items()}
         finite = [jnp.isfinite(x).all() for x in (*parts.values(), *mutable.values())]
@@ -218,6 +263,8 @@ class StreamingIsland(PeerIsland):
         """Returns what the strategy keeps, the parameters, their distance from the mean, and if they were finite."""
         one = _as_replica(params, tokens, mutable)
         flight = dict(own["flight"])
+        if means and self._encoders:
+            means = {path: x - means[path] for path, x in self._outer_parts(fragment, own).items()}
         for path, mean in (means or {}).items():
             flight[path] = (mean if path == PACK else self._fragments.parameters[path].cut_part(mean))[None]
         weights = jnp.full(1, float(means is not None))

@@ -15,12 +15,11 @@ from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.core.program import Program
 from jaxtrain.islands.client import Arrived
 from jaxtrain.islands.peers.client import PeerClient
-from jaxtrain.islands.pieces import place_tree
+from jaxtrain.islands.pieces import place_rows, place_tree
 from jaxtrain.islands.synchronizer import Batch, IslandSynchronizer, Metrics, RoundIsland, State, Step
 from jaxtrain.islands.trees import Flat, flatten_dict, unflatten_dict
-from jaxtrain.sync.island_state import PEERS, exchange_by_mean
+from jaxtrain.sync.island_state import PeerSynchronizer, exchange_by_mean
 from jaxtrain.sync.local_step import SYNC
-from jaxtrain.sync.make import make_strategy
 
 
 class PeerIsland(IslandSynchronizer):
@@ -89,18 +88,43 @@ class PeerIsland(IslandSynchronizer):
         """Returns what arrived on the devices, as a tree."""
         return unflatten_dict(place_tree(arrived.values, like))
 
+    def _with_residual(self, state: State, residual: Flat | None, arrived: Arrived) -> State:
+        """Adds what the mean has lost that this island has rounded, to be sent with its next values."""
+        return super()._with_residual(state, residual and self.with_lost(residual, arrived), arrived)
+
+    def with_lost(self, residual: Flat, arrived: Arrived) -> Flat:
+        """Returns residuals and what a mean has lost in addition."""
+        part, lost = arrived.lost
+        placed = {path: place_rows(part[path], x, residual[path]) for path, x in lost.items()}
+        return {**residual, **self._added({path: residual[path] for path in placed}, placed)}
+
+    @cached_property
+    def _added(self) -> Callable[[Flat, Flat], Flat]:
+        return jax.jit(lambda left, right: jax.tree.map(jnp.add, left, right))
+
 
 class PeerRoundIsland(PeerIsland, RoundIsland):
-    """`local_sgd` and `diloco` without a server."""
+    """`local_sgd`, `diloco` and `muloco` without a server.
+
+    In few bits each sends how far it has come from the outer parameters, in place of its own.
+    """
 
     def __init__(self, program: Program, client: PeerClient, sync: SyncConfig) -> None:
         super().__init__(program, client, sync)
-        self._rounds = make_strategy(sync, PEERS)
+        assert isinstance(self.form, PeerSynchronizer)
+        self._rounds = self.form.rounds
         self._rounds.prepare(self.one["params"], program.model_def.names)
 
     def training_step(self, step: int, local: Step) -> Step:
         """Returns a step of the island, and an exchange after the last one of a round, as one function."""
         return RoundIsland.step_at(self, step, local)
+
+    def outgoing(self, state: State) -> Flat:
+        """Returns what an exchange sends: parameters or changes, and mutable variables."""
+        if self._encoder is None:
+            return self.pushed(state)
+        changes = self._change(state[SYNC]["own"]["outer"], state["params"])
+        return self.pushed(state) | flatten_dict({"params": changes})
 
     def with_values(self, state: State, arrived: Arrived) -> State:
         """Returns a state that continues from the values of another island, or from the mean of the islands."""
@@ -127,6 +151,8 @@ class PeerRoundIsland(PeerIsland, RoundIsland):
         """Returns what the strategy keeps, the parameters after an exchange, and these again, as agreed on."""
 
         def exchange(own: Any, agreed: Any, mean: Any, weight: jax.Array) -> tuple[Any, Any, Any]:
+            if self._encoder is not None:
+                mean = jax.tree.map(jnp.subtract, own["outer"], mean)
             own, params = exchange_by_mean(self._rounds, own, agreed, mean, weight)
             return own, params, jax.tree.map(jnp.copy, params)
 

@@ -9,7 +9,6 @@ import optax
 
 from jaxtrain.config.schema import Config, OptimizerConfig
 from jaxtrain.config.sections.islands import STALE
-from jaxtrain.config.sections.sync import CompressConfig
 from jaxtrain.core.components import Components
 from jaxtrain.core.program import Program
 from jaxtrain.islands.server.delayed_nesterov import DelayedNesterovRule
@@ -56,7 +55,7 @@ def rule_of(config: Config, program: Program) -> Rule:
     if config.sync.strategy == "async_diloco":
         return DelayedNesterovRule(config.sync.outer)
     of_changes = config.sync.island_format != "none"
-    return ExchangeRule(config.sync.model_copy(update={"compress": CompressConfig()}), of_changes)
+    return ExchangeRule(config.sync, of_changes)
 
 
 def learning_rate(config: Config, components: Components) -> Schedule | None:

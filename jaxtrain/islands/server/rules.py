@@ -19,8 +19,7 @@ import optax
 
 from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.optim.optimizers import clip_by_global_norm
-from jaxtrain.sync.island_state import PEERS, exchange_by_mean
-from jaxtrain.sync.make import make_strategy
+from jaxtrain.sync.island_state import exchange_by_mean, strategy_by_mean
 from jaxtrain.sync.strategy import Strategy
 
 Tree = Any
@@ -180,7 +179,7 @@ class ExchangeRule(Rule):
     """`diloco`, `local_sgd` or a user's own strategy: its exchange, with the average of the pushes.
 
     Attributes:
-        sync: section of the config, without compression.
+        sync: section of the config.
         of_changes: pushes are changes, (parameters that an island read) - (its own), which the average of `diloco` is
             less than the outer parameters.
     """
@@ -190,7 +189,7 @@ class ExchangeRule(Rule):
 
     @cached_property
     def _strategy(self) -> Strategy:
-        return make_strategy(self.sync, PEERS)
+        return strategy_by_mean(self.sync)
 
     def init(self, params: Tree, names: Tree) -> State:
         """Returns the parameters, and what the strategy adds."""

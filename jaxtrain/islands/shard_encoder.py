@@ -1,4 +1,4 @@
-"""Pushes of an island in few bits, with what was lost kept for the next time."""
+"""Values that an island sends in few bits, with what was lost kept for the next time."""
 
 from __future__ import annotations
 
@@ -11,49 +11,43 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.islands.blocks import EncodedArray, decode_on_device, encode
-from jaxtrain.islands.trees import Flat, Path, flatten_dict, unflatten_dict
+from jaxtrain.islands.trees import Flat, Path
 from jaxtrain.sharding.quantized_blocks import Bits
 from jaxtrain.sync.compression.wire import on_each_device
 from jaxtrain.sync.quantized_mean import is_sent_in_blocks
 
-PARAMS = "params"
 
-
-class PushEncoder:
-    """Encodes pushes on the devices of an island, each device its own shard, so that nothing is whole on one.
+class ShardEncoder:
+    """Encodes values on the devices of an island, each device its own shard, so that nothing is whole on one.
 
     Args:
-        params: abstract parameters with their shardings, as gradients and changes have them.
+        like: abstract arrays that are sent in few bits if they are large enough, with their shardings.
         bits: of a value.
     """
 
-    def __init__(self, params: Any, bits: Bits) -> None:
+    def __init__(self, like: Flat, bits: Bits) -> None:
         self._bits = bits
         self._leaves: Mapping[Path, Any] = {
-            path: leaf for path, leaf in flatten_dict({PARAMS: params}).items()
+            path: leaf for path, leaf in like.items()
             if is_sent_in_blocks(leaf.shape, leaf.dtype, leaf.sharding.shard_shape(leaf.shape), bits)
         }  # fmt: skip
 
-    def __call__(self, arrays: Flat, residual: Any) -> tuple[Flat, Any]:
-        """Returns what travels, and the new residual: what was to be sent less what the servers decode.
+    def __call__(self, arrays: Flat, residual: Flat | None) -> tuple[Flat, Flat | None]:
+        """Returns what travels, and the new residual: what was to be sent less what its readers decode.
 
         Args:
-            arrays: gradients or changes of the parameters, and mutable variables, which travel as they are.
-            residual: of the last push, float32 like the parameters; None: what is lost is lost.
+            arrays: values, and others, such as mutable variables, which travel as they are.
+            residual: of the last time, float32 like the values; None: what is lost is lost.
         """
         paths = list(self._leaves)
-        before = {} if residual is None else flatten_dict({PARAMS: residual})
+        before = [] if residual is None else [residual[path] for path in paths]
         others = [x for path, x in arrays.items() if path not in self._leaves]
-        messages, left = self._encode(
-            [arrays[path] for path in paths], [before[path] for path in paths if before], others
-        )
+        messages, left = self._encode([arrays[path] for path in paths], before, others)
         encoded = {
             path: EncodedArray(message, self._leaves[path].sharding.shard_shape(arrays[path].shape)[-1], self._bits)
             for path, message in zip(paths, messages, strict=True)
         }
-        if residual is None:
-            return {**arrays, **encoded}, None
-        return {**arrays, **encoded}, unflatten_dict({**before, **dict(zip(paths, left, strict=True))})[PARAMS]
+        return {**arrays, **encoded}, None if residual is None else {**residual, **dict(zip(paths, left, strict=True))}
 
     @cached_property
     def _encode(self) -> Any:
@@ -66,7 +60,7 @@ class PushEncoder:
                 totals = [x + residual for x, residual in zip(totals, before)]
             found = [self._on_devices(leaf)(total) for leaf, total in zip(leaves, totals)]
             messages, left = [message for message, _ in found], [rest for _, rest in found]
-            # The servers leave out all of a push if one number of it is not finite; nothing of it may stay here.
+            # The readers leave out all that is sent if one number of it is not finite; nothing of it may stay here.
             is_finite = jnp.stack([jnp.isfinite(x).all() for x in (*left, *others, jnp.float32(0))]).all()
             left = [jnp.where(is_finite, rest, 0.0) for rest in left]
             placed = [jax.lax.with_sharding_constraint(rest, leaf.sharding) for rest, leaf in zip(left, leaves)]
