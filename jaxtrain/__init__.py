@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxtrain.api.functions import data_shard, evaluate, generate, initialize, resume, stream, train, verify
     from jaxtrain.api.hf_conversion import export, import_model
     from jaxtrain.api.planning import plan, search
-    from jaxtrain.api.report import report
+    from jaxtrain.api.report import islands_report, report
     from jaxtrain.api.schedule import compare_schedules, schedule
     from jaxtrain.api.trainer import Step, Trainer
     from jaxtrain.callbacks.base import Callback
@@ -44,8 +44,8 @@ __all__ = [
     "BestCheckpoints", "Callback", "Config", "ConfigError", "EarlyStopping", "Histograms", "LearningRateMonitor",
     "LossPlot", "Profiler", "Samples", "Step", "Strategy", "Tracker", "Trainer", "UserError", "build_data",
     "checkpoints", "compare_schedules", "config_schema", "data_shard", "diff", "evaluate", "export", "generate",
-    "import_model", "initialize", "load", "plan", "report", "resume", "schedule", "search", "show_config", "show_data",
-    "stream", "train", "train_tokenizer", "verify",
+    "import_model", "initialize", "islands_report", "load", "plan", "report", "resume", "schedule", "search",
+    "show_config", "show_data", "stream", "train", "train_tokenizer", "verify",
 ]  # fmt: skip
 _FUNCTIONS, _TRAINER, _CONFIG = "jaxtrain.api.functions", "jaxtrain.api.trainer", "jaxtrain.config"
 _MODULES = {
@@ -56,7 +56,8 @@ _MODULES = {
     "show_data": "jaxtrain.api.data_view",
     **dict.fromkeys(("compare_schedules", "schedule"), "jaxtrain.api.schedule"),
     "checkpoints": "jaxtrain.api.checkpoints",
-    **dict.fromkeys(("plan", "search"), "jaxtrain.api.planning"), "report": "jaxtrain.api.report",
+    **dict.fromkeys(("plan", "search"), "jaxtrain.api.planning"),
+    **dict.fromkeys(("islands_report", "report"), "jaxtrain.api.report"),
     **dict.fromkeys(("export", "import_model"), "jaxtrain.api.hf_conversion"),
     **dict.fromkeys(("Step", "Trainer"), _TRAINER), **dict.fromkeys(("Config", "ConfigError"), _CONFIG),
     "BestCheckpoints": "jaxtrain.callbacks.best_checkpoints", "Callback": "jaxtrain.callbacks.base",

@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+import jaxtrain
 from jaxtrain.cli.main import main
-from jaxtrain.islands.report.history import NOBODY, IslandsHistory, read_islands
+from jaxtrain.islands.report.history import NOBODY, IslandsHistory
 from jaxtrain.islands.report.page import islands_page, wait_rows
 
 
@@ -50,7 +51,7 @@ def write(folder: Path) -> Path:
 
 @pytest.fixture
 def history(tmp_path: Path) -> IslandsHistory:
-    return read_islands(write(tmp_path / "run"))
+    return jaxtrain.islands_report(write(tmp_path / "run"))
 
 
 def test_an_island_waits_for_the_one_whose_push_made_the_update_due(history: IslandsHistory) -> None:

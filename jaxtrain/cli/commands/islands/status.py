@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import jaxtrain
 from jaxtrain.cli.output import check_output_files, write_file
 from jaxtrain.errors import UserError
 from jaxtrain.exit_codes import OK
-from jaxtrain.islands.report.history import read_islands
 from jaxtrain.islands.report.page import islands_page
 from jaxtrain.islands.status import read_status, status_table
 
@@ -22,9 +22,12 @@ def run(args: argparse.Namespace) -> int:
     if args.html and args.action == "status":
         raise UserError("islands: --html is for `jaxtrain islands report`; expected no such option, or report")
     directory = Path(args.run)
-    print(status_table(read_status(directory)))
-    if args.action == "report":
-        file = args.html or str(directory / "islands.html")
-        check_output_files(file)
-        write_file(file, islands_page(read_islands(directory)))
+    if args.action == "status":
+        print(status_table(read_status(directory)))
+        return OK
+    history = jaxtrain.islands_report(directory)
+    print(status_table(history.status))
+    file = args.html or str(directory / "islands.html")
+    check_output_files(file)
+    write_file(file, islands_page(history))
     return OK
