@@ -68,6 +68,7 @@ class IslandCallback(Callback):
         trainer.meter.tokens = trainer.meter.tokens * rows // config.data.global_batch
         facts = {"version": trainer.manifest["versions"]["jaxtrain"], "data": str(trainer.manifest["data"])}
         island = open_island(config, program, self._island, self._connect(trainer), facts)
+        island.waiting = lambda: trainer.ledger.phase("exchange")
         self._synchronizer, self._client, before = island, island.client, program.init
         trainer.program = replace(
             program, state=island.abstract(program.one), init=lambda *args: island.start(before(*args)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +40,7 @@ class IslandSynchronizer(Synchronizer, ABC):
     Attributes:
         form: the form of its state.
         behind: steps after which the island has to go on, because the others went on without it; None: it is with them.
+        waiting: opens a context for the time in which the island waits for the others, or for values on their way.
     """
 
     def __init__(self, program: Program, client: IslandClient, sync: SyncConfig) -> None:
@@ -49,6 +51,7 @@ class IslandSynchronizer(Synchronizer, ABC):
         self.program, self.client, self.one = program, client, program.one
         self.abstract, self.start, self.merge, self.agreed = form.abstract, form.start, form.merge, form.agreed
         self.behind: int | None = None
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._sync, self._has_begun = sync, False
         bits = BITS.get(sync.island_format, 0)
         self._encoder = ShardEncoder(flatten_dict({PARAMS: self.one[PARAMS]}), bits) if bits else None
@@ -63,7 +66,8 @@ class IslandSynchronizer(Synchronizer, ABC):
         if self._has_begun:
             return state
         self._has_begun = True
-        arrived = self.client.start(step, lambda: self.initial(state), self.place(state))
+        with self.waiting():
+            arrived = self.client.start(step, lambda: self.initial(state), self.place(state))
         return self.with_values(state, arrived) if self.reads_first(step) else state
 
     def place(self, state: State) -> tuple[int, int]:
@@ -168,7 +172,8 @@ class GradientIsland(IslandSynchronizer):
             tokens, loss = (float(metrics[name]) for name in ("tokens", "loss"))
             before = state
             pushed, residual = self.encoded(flatten_dict({"params": grads}), state)
-            arrived = self.client.exchange(pushed, lambda: self.initial(before), step + 1, tokens, loss)
+            with self.waiting():
+                arrived = self.client.exchange(pushed, lambda: self.initial(before), step + 1, tokens, loss)
             new = self._with_residual(self.with_values({**state, **kept}, arrived), residual, arrived)
             if "ema" in new:
                 new["ema"] = self._average(new["ema"], new["params"])
@@ -234,7 +239,8 @@ class RoundIsland(IslandSynchronizer):
         values = self.outgoing(state)
         is_finite = bool(self._is_finite(list(values.values())))
         pushed, residual = self.encoded(values, state)
-        arrived = self.client.exchange(pushed, lambda: self.initial(state), clock, tokens, loss, is_finite)
+        with self.waiting():
+            arrived = self.client.exchange(pushed, lambda: self.initial(state), clock, tokens, loss, is_finite)
         if not is_finite:
             state = self.healed(state)
         new = self._with_residual(self.with_values(state, arrived), residual, arrived)

@@ -11,6 +11,7 @@ COLOURS = {
     "compute": ("#4c9a4c", "#74c274"), "data": ("#d09c10", "#e5bb4a"), "compile": ("#3b74c0", "#6ca0e8"),
     "init": ("#868d96", "#a3abb5"), "checkpoint": ("#14909b", "#45bcc6"), "restore": ("#7a5cc0", "#a58ce6"),
     "eval": ("#5f9ea0", "#8fc7c9"), "replay": ("#b4509a", "#d983c2"), "down": ("#c9474f", "#f0787e"),
+    "exchange": ("#b87333", "#d9a066"),
     "curve": ("#2f6db3", "#6ca0e8"), "scores": ("#d1495b", "#f0787e"), "restart": ("#868d96", "#a3abb5"),
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ MAX_POINTS = 600  # of a curve
 LINES = 8  # colours of curves in one plot
 MAX_BARS = 40  # attempts in the timeline
 # Order of the buckets in an attempt, mostly.
-ORDER = ("init", "restore", "compile", "replay", "data", "compute", "eval", "checkpoint")
+ORDER = ("init", "restore", "compile", "replay", "data", "compute", "exchange", "eval", "checkpoint")
 Points = Sequence[tuple[float, float]]
 Scale = Callable[[float], float]
 

@@ -17,6 +17,7 @@ DESCRIPTIONS = {  # of the buckets of the ledger; steps have progress lines of t
     "eval": "validating",
     "checkpoint": "waiting for a checkpoint",
     "data": "waiting for data",
+    "exchange": "waiting for other islands",
 }
 
 

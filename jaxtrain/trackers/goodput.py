@@ -23,6 +23,7 @@ BUCKETS = {
     "init": "starting: imports, devices, data, parameters",
     "checkpoint": "training waits for a checkpoint",
     "restore": "reading a checkpoint",
+    "exchange": "waiting for other islands, and for values on their way",
     "eval": "validation, and writing a profile",
     "replay": "steps done again after a restart",
 }

@@ -39,6 +39,7 @@ def test_a_run_of_rounds_has_a_status_and_leaves_nothing_behind(launch: Callable
     history = read_islands(launched.run)
     assert [len(run.series("consensus_distance")) for run in history.runs.values()] == [6, 6]
     assert history.waits().keys() & {(0, 1), (1, 0)}
+    assert all(run.seconds["exchange"] > 0 for run in history.runs.values())
     assert [line.split()[:2] for line in table.splitlines()[2:]] == [["0", "24"], ["1", "24"]]
     # Ray kills a raylet that does not end in a second, and its agents notice within a minute.
     end = time.monotonic() + 120

@@ -65,7 +65,8 @@ class GossipIsland(RoundIsland):
         if self._has_begun:
             return state
         self._has_begun = True
-        arrived = self.client.start(step, dict, self.place(state))
+        with self.waiting():
+            arrived = self.client.start(step, dict, self.place(state))
         self.behind = arrived.clock if arrived.clock > step else None
         return self.with_values(state, arrived)
 
@@ -83,7 +84,8 @@ class GossipIsland(RoundIsland):
     def _exchange(self, state: State, clock: int, loss: float) -> tuple[State, Metrics]:
         values, tokens = self.pushed(state), float(self._tokens)
         is_finite = bool(self._is_finite(list(values.values())))
-        arrived = self._neighbours.exchange(values, dict, clock, tokens, loss, is_finite)
+        with self.waiting():
+            arrived = self._neighbours.exchange(values, dict, clock, tokens, loss, is_finite)
         self._tokens = np.float32(0)
         new = self.with_values(state if is_finite else self.healed(state), arrived)
         if arrived.is_wanted:

@@ -99,7 +99,8 @@ class StreamingIsland(PeerIsland):
 
         def run(state: State, batch: Batch) -> tuple[State, Metrics]:
             if self._pending is not None and self._pending.due != in_flight:  # the run went back to older values
-                self._pending.join()
+                with self.waiting():
+                    self._pending.join()
                 self._pending = None
             if in_flight and self._pending is None:  # a run that continues within an exchange
                 self._pending = self._started(state, in_flight, None)
@@ -190,7 +191,8 @@ class StreamingIsland(PeerIsland):
         """Returns the state after the exchange that is due, and metrics of it. Waits."""
         assert self._pending is not None
         begin = time.monotonic()
-        arrived = self._pending.result()
+        with self.waiting():
+            arrived = self._pending.result()
         self._pending, self._waited = None, time.monotonic() - begin
         metrics = self._note(arrived, clock)
         if not arrived.is_mean:
