@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,12 +16,14 @@ from test_coordinator import OneIsland, Time
 from test_island_identities import one_program
 from test_islands_without_server import fall_silent, together
 
+from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.islands.callback import open_island
 from jaxtrain.islands.partition import Spec, partition
 from jaxtrain.islands.peers.client import PeerClient, _in_rows
 from jaxtrain.islands.shard_encoder import ShardEncoder
 from jaxtrain.planning.islands import priced_strategies
 from jaxtrain.planning.step_program import tree_bytes
+from jaxtrain.trainer.restore import restore_checkpoint
 
 pytestmark = pytest.mark.timeout(180)
 FORMATS = ("int8", "fp8", "int4", "int2")
@@ -284,3 +287,24 @@ def test_islands_with_other_formats_do_not_fit() -> None:
         second = open_island(other, island_program(other, {}, 1), 1, server.door)
         with pytest.raises(Exception, match=r"its sync is .*int4.*; expected .*int8"):
             second.client.join()
+
+
+@pytest.mark.parametrize("strategy", ["diloco", "streaming_diloco"])
+def test_a_checkpoint_has_the_residual(strategy: str, tmp_path: Path) -> None:
+    """As the config of the run says, from which `resume`, `evaluate` and `export` take the form of the state."""
+    run = run_config(sync_of(strategy, "int4"), 1)
+    with LocalServer(run) as server:
+        island = OneIsland(server, run, 0)
+        island.step(8)
+    manifest = {"config": run.model_dump(mode="json")}
+    for form in (island.island, island.program.saved_synchronizer(manifest)):
+        jax.tree.map(
+            lambda want, have: np.testing.assert_equal((want.shape, want.dtype), (have.shape, have.dtype)),
+            form.abstract(island.program.one), island.state,
+        )  # fmt: skip
+    with Checkpointer(tmp_path, keep=1, timeout=60) as checkpoints:
+        checkpoints.save(8, island.state, manifest=manifest)
+        checkpoints.wait()
+        restored, _ = restore_checkpoint(checkpoints, island.program, 8)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(island.state))
+    assert np.abs(residual(island.state)).max() > 0

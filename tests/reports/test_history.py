@@ -26,8 +26,8 @@ def test_every_second_from_the_first_start_to_the_last_word(tmp_path):
     assert run.elapsed == pytest.approx(280)
     assert sum(run.seconds.values()) == pytest.approx(280)
     expected = {
-        "compute": 120, "data": 24, "compile": 40, "init": 28, "checkpoint": 10, "restore": 2, "eval": 10, "replay": 15, "exchange": 0,
-        "down": 20 + 10 + 1,  # and the second that the second attempt had not written when it hung
+        "compute": 120, "data": 24, "compile": 40, "init": 28, "checkpoint": 10, "restore": 2, "eval": 10, "replay": 15,
+        "exchange": 0, "down": 20 + 10 + 1,  # and the second that the second attempt had not written when it hung
     }  # fmt: skip
     assert run.seconds == pytest.approx(expected)
     assert run.seconds.keys() == ALL_BUCKETS.keys()
