@@ -18,6 +18,7 @@ island pushes and reads crosses its link; ways without a server send between isl
 `lossy`  wall time to a loss with links that lose 1% of the packets in each direction, and without that; a quarter of
          `--mbit`, and less training
 `cut`    `loss` with the link of one island cut for 30 s, once island 0 has done half of its steps
+`long_cut` two islands of a small model, of which one is cut for 120 s and goes on: losses at the end, and joins
 
 tc drops packets by a filter of four instructions at both ends of a link, at random and without a seed. Lossy links
 carry packets of at most 1500 bytes, others up to 64 KB at once. The former take 21 s of the processor for a GB, so that
@@ -59,6 +60,7 @@ ENVIRONMENT = {
     "PYTHONPATH": f"{islands_network.ROOT}:{islands_network.ROOT / 'benchmarks'}",
 }  # fmt: skip
 LIMIT = 900.0  # seconds of a run
+SERVER_WAIT = 60.0  # seconds that an island waits for its server
 
 
 def measure(run: Run, net: islands_network.Network) -> dict[str, Any]:
@@ -69,7 +71,8 @@ def measure(run: Run, net: islands_network.Network) -> dict[str, Any]:
         options = IslandsOptions(str(config_of(run, Path(folder))), (), None, None)
         _, directory, _ = open_run(options)
         command = [sys.executable, "-m", "jaxtrain.cli.main", "launch", "islands", str(directory)]
-        command += ["--address", f"{islands_network.HEAD}:{islands_network.PORT}", "--max-restarts", "0"]
+        command += ["--address", f"{islands_network.HEAD}:{islands_network.PORT}", "--max-restarts"]
+        command += ["3" if run.cut > SERVER_WAIT else "0"]  # an island that has waited so long is started again
         launchers = [
             net.start(index, [*command, "--here", str(index)], Path(folder, f"{index}.log"))
             for index in range(run.islands)

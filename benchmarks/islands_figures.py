@@ -272,6 +272,10 @@ def tables(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any
         "head": link_rows(of["head"], free, False), "scale": scale_rows(of["scale"]), "slow": slow_rows(of["slow"]),
         "lossy": disturbed_rows(*([run for run in of["lossy"] if bool(run["lost"]) == lost] for lost in (True, False))),
         "cut": disturbed_rows(of["cut"], of["loss"]),
+        "long_cut": [
+            {"way": run["way"], "cut s": run["cut"], "joins": run["events"]["join"], "losses": run["final"]}
+            for run in of["long_cut"]
+        ],
         "failed": [
             {**{key: run[key] for key in ("part", "way", "size", "islands")}, "error": run["error"].splitlines()[0]}
             for run in failed

@@ -28,6 +28,11 @@ WAIT = 120.0  # seconds for a Ray node
 BURST, LATENCY = "256kb", "50ms"  # of the limit
 SEGMENTS = 65535  # packets that a link may carry as one
 RANDOM = (1 << 32) - 4096 + 56  # where a filter reads a random number of 32 bits
+# Ray ends a node that does not reach the head for a minute; with these for ten minutes.
+LONG_CUTS = {
+    "RAY_health_check_failure_threshold": "200", "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    "RAY_gcs_server_request_timeout_seconds": "600",
+}  # fmt: skip
 # The first process of a machine: it has no children to wait for, so that the kernel removes those that end.
 FIRST = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
 MOUNTS = "mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp/ray"
@@ -99,7 +104,7 @@ class Network:
 
     def __init__(self, islands: int, environment: dict[str, str]) -> None:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self.env = os.environ | environment | token
+        self.env = os.environ | environment | LONG_CUTS | token
         self._hub = Machine("")
         self._hub.network("ip", "link", "add", "bridge", "type", "bridge")
         self._hub.network("ip", "link", "set", "bridge", "up")

@@ -39,9 +39,9 @@ FEW_BITS = ("bsp int8", "bsp int4", "diloco int8", "diloco int4")
 ALL = tuple(way for way in WAYS if way not in FEW_BITS)
 RATE = {"bsp": 2e-3}  # those that sync.py tries first
 OTHER_RATE = 1e-3
-PARTS = ("loss", "links", "head", "scale", "slow", "lossy", "cut")
+PARTS = ("loss", "links", "head", "scale", "slow", "lossy", "cut", "long_cut")
 PACE, SLOW = 0.2, 3.0  # seconds of a step, and how many times that an island takes which is slow
-LOSS, CUT = 0.01, 30.0  # share of the packets, seconds
+LOSS, CUT, LONG_CUT = 0.01, 30.0, 120.0  # share of the packets, seconds, seconds
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,9 @@ def runs_of(part: str, mbit: float, quick: bool) -> list[Run]:
     plain = ("bsp", "diloco")
     if part in ("loss", "cut"):
         return [planned(way, mbit=mbit, validations=15, cut=CUT if part == "cut" else 0.0) for way in ALL]
+    if part == "long_cut":
+        ways, pace = ("diloco", "diloco without server"), (PACE / 2,) * 2
+        return [Run(part, way, 2800, 2, "quick", mbit, pace, 6, cut=LONG_CUT) for way in ways]
     if part == "lossy":
         return [planned(way, mbit=mbit / 4, validations=10, lost=lost) for way in ALL for lost in (0.0, LOSS)]
     if part == "links":  # without a limit: see `scale`

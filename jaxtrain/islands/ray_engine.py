@@ -174,7 +174,7 @@ def connect(address: str, namespace: str, timeout: float, find: Callable[[], Any
         thread.start()
         thread.join(timeout)
         if not found:
-            raise TimeoutError(f"no answer in {timeout:g} s")
+            raise TimeoutError(f"no answer in {timeout:g} s, maybe because no Ray node of this machine runs")
         if isinstance(found[0], Exception):
             raise found[0]
     except (OSError, ValueError, exceptions.RayError, RuntimeError) as error:
