@@ -86,11 +86,11 @@ def priced_strategies(
         if not is_stale:
             name, keys = f"{strategy}, every {every}", f"{keys} {rounds_keys(strategy, every, config.steps)}"
         is_lockstep = strategy not in ("ssp", "asp", "async_diloco") or (strategy == "ssp" and sync.stale.bound == 0)
-        own, other = ("gradients", "deltas") if is_stale else ("deltas", "gradients")
-        if getattr(sync.compress, other) in FORMATS[1:]:
-            keys += f" sync.compress.{other}=none"
-        form = getattr(sync.compress, own) if "compress" in STRATEGY_KEYS.get(strategy, ()) else "none"
-        sent, received = _exchanged(sizes, form, is_stale, 1 if is_lockstep else count)
+        reads, own = "compress" in STRATEGY_KEYS.get(strategy, ()), "gradients" if is_stale else "deltas"
+        for other in ("gradients", "deltas"):
+            if not (reads and other == own) and getattr(sync.compress, other) in FORMATS[1:]:
+                keys += f" sync.compress.{other}=none"
+        form = getattr(sync.compress, own) if reads else "none"
         is_streaming, hidden = strategy == "streaming_diloco", 0
         if is_streaming:
             every, hidden = sync.interval, sync.streaming.tau
@@ -99,6 +99,8 @@ def priced_strategies(
             sent = received = most_messages(graph, count) * (sizes["params"] + sizes["mutable"])
         elif not servers:
             sent = received = _averaged(sizes, count, form, sync.streaming.fragments if is_streaming else 0)
+        else:
+            sent, received = _exchanged(sizes, form, is_stale, 1 if is_lockstep else count)
         return price(
             name, keys, sent, received, every, count, servers, is_lockstep=is_lockstep, hidden=hidden, rate=rate,
             server_rate=server_rate, seconds=seconds, tokens=tokens,

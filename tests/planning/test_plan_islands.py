@@ -176,6 +176,7 @@ def island_plan(
 ) -> Plan:
     """The plan of `plan_examples.fitting`, whose steps take a second, as one of four islands."""
     sizes = {"gradients": 250 * MB, "params": 125 * MB, "mutable": 0, "mean": 250 * MB, "mutable mean": 0}
+    sizes |= {"changes int4": 34 * MB, "mean int4": 33 * MB}
     return islands.with_islands(config(*overrides), plan or fitting(tree_bytes=sizes), dcn, server_dcn)
 
 
@@ -247,6 +248,9 @@ def test_gossip_is_chosen_where_no_average_is_fast_enough():
     assert plan.islands.chosen == chosen  # none waits for less than a tenth, and it has the most tokens/s
     ring = island_plan("sync.strategy=diloco", "islands.servers=0", "sync.gossip.graph=ring").islands
     assert ring.choices[-1].keys == f"{chosen} sync.gossip.graph=exponential"
+    few_bits = island_plan("sync.strategy=diloco", "islands.servers=0", "sync.compress.deltas=int4").islands
+    assert few_bits.choices[-1].keys == f"{chosen} sync.compress.deltas=none"
+    assert few_bits.own.sent == few_bits.own.received == 3 / 4 * (34 + 33) * MB
     asked = island_plan("sync.strategy=diloco", "islands.servers=0", "islands.quorum=2").islands
     assert not any("gossip" in each.keys for each in asked.choices)  # which has no quorum
 
@@ -350,7 +354,6 @@ SIZES = {
         (("ssp", "gradients"), 55, 208),  # messages of four updates
         (("diloco", "deltas"), 68, 60),
         (("async_diloco", "deltas"), 68, 218),  # all that the servers hold
-        (("local_sgd", "deltas"), 208, 208),  # does not read the key
     ],
 )  # fmt: skip
 def test_bytes_in_few_bits_are_those_of_pushes_and_messages(keys: tuple[str, str], sent: int, received: int):

@@ -244,6 +244,14 @@ def test_models_whose_rows_depend_on_each_other_are_refused_by_name() -> None:
             {"sync": {"strategy": "diloco", "every": 4, "compress": {"gradients": "topk"}}},
             "sync.compress.gradients: diloco exchanges changes of parameters; expected none (see sync.compress.deltas)",
         ),
+        (
+            {"sync": {"strategy": "gossip", "every": 4, "compress": {"deltas": "int4"}}},
+            "sync.compress.deltas: gossip exchanges parameters as they are; expected none, or sync.strategy=diloco",
+        ),
+        (
+            {"sync": {"strategy": "local_sgd", "every": 4, "compress": {"secondary": 2}}},
+            "sync.compress.secondary: local_sgd exchanges parameters as they are; expected 0, or sync.strategy=diloco",
+        ),
         ({"sync": compressed("topk", share=0.0)}, "sync.compress.share"),
         ({"sync": compressed("powersgd", rank=0)}, "sync.compress.rank: expected at least 1; found 0"),
         (

@@ -18,6 +18,12 @@ def compression_problems(config: Config) -> Iterator[Found]:
     """Yields the keys and the message of what does not fit the strategy or the optimizer."""
     sync, compress = config.sync, config.sync.compress
     has_islands = config.islands.has_islands
+    if sync.is_builtin and "compress" in sync.unread():
+        for name, default in (("deltas", "none"), ("gradients", "none"), ("weights", "none"), ("secondary", 0)):
+            if getattr(compress, name) != default:
+                message = f"{sync.strategy} exchanges parameters as they are; expected {default}"
+                other = "bsp" if name == "gradients" else "diloco"
+                yield (f"sync.compress.{name}", "sync.strategy"), f"{message}, or sync.strategy={other}"
     if (sync.strategy == "bsp" or (sync.is_stale and has_islands)) and compress.deltas != "none":
         message = (
             f"{sync.strategy} exchanges gradients; expected none (see sync.compress.gradients), or sync.strategy=diloco"
