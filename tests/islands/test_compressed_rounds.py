@@ -179,6 +179,7 @@ def test_muloco_is_that_of_one_program() -> None:
         np.testing.assert_allclose(rounded_losses, losses, rtol=0.05)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stops_at", [8, 11])
 @pytest.mark.parametrize("strategy", ["diloco", "streaming_diloco"])
 def test_a_run_that_stops_goes_on_bit_for_bit(strategy: str, stops_at: int) -> None:
