@@ -15,8 +15,10 @@ from typing import Any, Protocol
 from jaxtrain.exit_codes import HUNG
 
 # Seconds that a phase may take. The deadline of a step follows from measured step times, see `Watchdog.deadline`.
-DEADLINES = {"init": 3600.0, "compile": 7200.0, "restore": 7200.0, "checkpoint": 3600.0, "eval": 7200.0, "data": 300.0}
-DEADLINES["exchange"] = 86400.0  # a round may be as long as its slowest island takes; calls have limits of their own
+DEADLINES = {
+    "init": 3600.0, "compile": 7200.0, "restore": 7200.0, "checkpoint": 3600.0, "eval": 7200.0, "data": 300.0,
+    "exchange": 86400.0,  # a round may be as long as its slowest island takes; calls have limits of their own
+}  # fmt: skip
 FIRST_STEP_DEADLINE = 3600.0  # seconds, while no step has been measured
 MIN_STEP_DEADLINE = 120.0  # seconds
 STEP_TIME_FACTOR = 20.0  # deadline of a step in median step times
@@ -25,8 +27,7 @@ STEP_PHASES = ("compute", "replay")
 PHASE_DESCRIPTIONS = {
     "init": "starting", "compile": "compiling or in the first step", "restore": "reading a checkpoint",
     "checkpoint": "waiting for a checkpoint", "eval": "in validation", "data": "waiting for data",
-    "exchange": "waiting for other islands",
-    "compute": "in a step", "replay": "in a step",
+    "exchange": "waiting for other islands", "compute": "in a step", "replay": "in a step",
 }  # fmt: skip
 DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "ipdb")
 

@@ -82,7 +82,11 @@ class IslandCallback(Callback):
         client, island = self._client, self._synchronizer
         assert client is not None
         assert island is not None
-        if not client.has_values or client.clock <= max(newer_than, 0) or (arrived := client.catch_up()) is None:
+        if not client.has_values or client.clock <= max(newer_than, 0):
+            return None
+        with island.waiting():
+            arrived = client.catch_up()
+        if arrived is None:
             return None
 
         def load(abstract: State) -> State:

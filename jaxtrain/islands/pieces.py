@@ -147,11 +147,10 @@ def place_rows(part: Part, values: np.ndarray, like: Any) -> jax.Array:
 
     def shard(index: Any) -> np.ndarray:
         found = np.zeros(like.sharding.shard_shape(like.shape), like.dtype)
-        start, stop, _ = index[0].indices(like.shape[0])
-        first, last = max(start, part.start or 0), min(stop, part.stop or 0)
+        (start, stop, _), rows = index[0].indices(like.shape[0]), part.layers
+        first, last = max(start, rows.start), min(stop, rows.stop)
         if first < last:
-            offset = part.start or 0
-            found[first - start : last - start] = values[(slice(first - offset, last - offset), *index[1:])]
+            found[first - start : last - start] = values[(slice(first - rows.start, last - rows.start), *index[1:])]
         return found
 
     return jax.make_array_from_callback(like.shape, like.sharding, shard)

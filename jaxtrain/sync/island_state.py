@@ -77,11 +77,12 @@ class ResidualSynchronizer(Synchronizer):
     Args:
         strategy: of one run alone, which the island's step is.
         one: abstract state without the part, with shardings.
+        has_residual: pushes keep what they lose; else only what subclasses add is in the part.
     """
 
-    def __init__(self, strategy: Strategy, one: State) -> None:
+    def __init__(self, strategy: Strategy, one: State, has_residual: bool = True) -> None:
         super().__init__(strategy)
-        self.one = one
+        self.one, self._has_residual = one, has_residual
 
     def added(self, params: Any) -> dict[str, Any]:
         """Returns shapes, dtypes and shardings of the part, for abstract parameters."""
@@ -89,11 +90,12 @@ class ResidualSynchronizer(Synchronizer):
         def like(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
 
-        return {RESIDUAL: jax.tree.map(like, params)}
+        return {RESIDUAL: jax.tree.map(like, params)} if self._has_residual else {}
 
     def initial(self, params: Any) -> dict[str, Any]:
         """Returns the part at the start of a run."""
-        return {RESIDUAL: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)}
+        zeros = lambda p: jnp.zeros(p.shape, jnp.float32)  # noqa: E731
+        return {RESIDUAL: jax.tree.map(zeros, params)} if self._has_residual else {}
 
     def abstract(self, one: State) -> State:
         """Returns shapes, dtypes and shardings of the state, with the part `sync`."""
@@ -114,27 +116,16 @@ class ResidualSynchronizer(Synchronizer):
 
 
 class ConsensusSynchronizer(ResidualSynchronizer):
-    """The part `sync` has `tokens` since the last exchange, float32 scalar, and `agreed`, parameters after it.
-
-    Args:
-        strategy: of one run alone, which the island's step is.
-        one: abstract state without the part, with shardings.
-        has_residual: it has the residual, too.
-    """
-
-    def __init__(self, strategy: Strategy, one: State, has_residual: bool = False) -> None:
-        super().__init__(strategy, one)
-        self._has_residual = has_residual
+    """The part `sync` has `tokens` since the last exchange, float32 scalar, and `agreed`, parameters after it."""
 
     def added(self, params: Any) -> dict[str, Any]:
         """Returns shapes, dtypes and shardings of the part, for abstract parameters."""
         tokens = replicated(jax.ShapeDtypeStruct((), jnp.float32), params)
-        return {"tokens": tokens, "agreed": params} | (super().added(params) if self._has_residual else {})
+        return {**super().added(params), "tokens": tokens, "agreed": params}
 
     def initial(self, params: Any) -> dict[str, Any]:
         """Returns the part at the start of a run."""
-        residual = super().initial(params) if self._has_residual else {}
-        return {"tokens": jnp.float32(0), "agreed": jax.tree.map(jnp.copy, params)} | residual
+        return {**super().initial(params), "tokens": jnp.float32(0), "agreed": jax.tree.map(jnp.copy, params)}
 
     def agreed(self, state: State) -> State:
         """Returns the variables that validation and export use: those of the last exchange."""
@@ -151,10 +142,10 @@ class PeerSynchronizer(ConsensusSynchronizer):
         strategy: of one run alone, which the island's step is.
         one: abstract state without the part, with shardings.
         rounds: strategy by which the islands agree.
-        has_residual: it has the residual, too.
+        has_residual: see `ResidualSynchronizer`.
     """
 
-    def __init__(self, strategy: Strategy, one: State, rounds: Strategy, has_residual: bool = False) -> None:
+    def __init__(self, strategy: Strategy, one: State, rounds: Strategy, has_residual: bool) -> None:
         super().__init__(strategy, one, has_residual)
         self.rounds = rounds
 
@@ -178,26 +169,25 @@ class StreamingPeerSynchronizer(ResidualSynchronizer):
         strategy: of one run alone, which the island's step is.
         one: abstract state without the part, with shardings.
         rounds: strategy by which the islands agree, of one replica.
-        has_residual: it has the residual, too.
+        has_residual: see `ResidualSynchronizer`.
     """
 
-    def __init__(self, strategy: Strategy, one: State, rounds: StreamingDiLoCo, has_residual: bool = False) -> None:
-        super().__init__(strategy, one)
-        self.rounds, self._has_residual = rounds, has_residual
+    def __init__(self, strategy: Strategy, one: State, rounds: StreamingDiLoCo, has_residual: bool) -> None:
+        super().__init__(strategy, one, has_residual)
+        self.rounds = rounds
 
     def added(self, params: Any) -> dict[str, Any]:
         """Returns shapes, dtypes and shardings of the part, for abstract parameters."""
         tokens = replicated(jax.ShapeDtypeStruct((), jnp.float32), params)
         place = replicated(jax.ShapeDtypeStruct((2,), jnp.uint32), params)
-        residual = super().added(params) if self._has_residual else {}
         own = placed_state(self.rounds, params)
-        return {"tokens": tokens, "sent_tokens": tokens, "own": own, "place": place} | residual
+        return {**super().added(params), "tokens": tokens, "sent_tokens": tokens, "own": own, "place": place}
 
     def initial(self, params: Any) -> dict[str, Any]:
         """Returns the part at the start of a run."""
         tokens = dict.fromkeys(("tokens", "sent_tokens"), jnp.float32(0))
-        residual = super().initial(params) if self._has_residual else {}
-        return {**tokens, "own": self.rounds.init(params), "place": jnp.zeros(2, jnp.uint32)} | residual
+        place = jnp.zeros(2, jnp.uint32)
+        return {**super().initial(params), **tokens, "own": self.rounds.init(params), "place": place}
 
     def agreed(self, state: State) -> State:
         """Returns the variables that validation and export use: of each fragment those of its last exchange."""

@@ -176,7 +176,7 @@ class GradientRule(Rule):
 
 @dataclass(frozen=True, eq=False)
 class ExchangeRule(Rule):
-    """`diloco`, `local_sgd` or a user's own strategy: its exchange, with the average of the pushes.
+    """`local_sgd`, `diloco` or `muloco`: the exchange of the strategy, with the average of the pushes.
 
     Attributes:
         sync: section of the config.
