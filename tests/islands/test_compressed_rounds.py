@@ -144,7 +144,8 @@ def test_rounds_are_those_of_numpy(form: str, monkeypatch: pytest.MonkeyPatch) -
         for island, rows in enumerate(owned):
             left[island, rows] += (exact - mean)[rows] / share[island]
     for island, (_, state) in enumerate(found):
-        np.testing.assert_allclose(residual(state), left[island], atol=2e-3)
+        assert (np.abs(residual(state) - left[island]) < 1e-5).mean() > 0.97
+        assert (np.abs(left[island]) > 1e-5).mean() > 0.8
 
 
 @pytest.mark.sampled(2)
