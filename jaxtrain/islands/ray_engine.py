@@ -39,7 +39,6 @@ LAUNCHER_SILENCE = 60.0  # seconds without islands and without a sign of a launc
 CONNECT_TIMEOUT = 60.0  # seconds to connect to a cluster
 RESTART_WAIT = 60.0  # seconds that islands wait for a coordinator that Ray starts again
 TOKEN = "RAY_AUTH_TOKEN"
-QUIET = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
 
 
 class LostServerError(TrainingError):
@@ -161,7 +160,7 @@ def connect(address: str, namespace: str, timeout: float, find: Callable[[], Any
             if not ray.is_initialized():
                 # Ray's own handler ends the process 3 s after the signal, in the middle of a save.
                 with kept_handler(signal.SIGTERM):
-                    ray.init(address=address, namespace=namespace, **QUIET)
+                    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
             found.append(find())
         except Exception as error:
             found.append(error)
@@ -200,7 +199,7 @@ def cluster(namespace: str, address: str | None, memory: int) -> Iterator[str]:
         ray.init(
             "local",  # else Ray joins a cluster that happens to be on this machine
             namespace=namespace, include_dashboard=False, num_cpus=4, num_gpus=0, object_store_memory=memory,
-            _node_ip_address="127.0.0.1", **QUIET,
+            _node_ip_address="127.0.0.1", log_to_driver=False, configure_logging=False,
         )  # fmt: skip
     else:
         connect(address, namespace, CONNECT_TIMEOUT)
