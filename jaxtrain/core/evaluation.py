@@ -59,7 +59,12 @@ def _means(program: Program, dataset: Any, params: Any, batches: int, other: Non
             break
         with leaks_in_one_line(program.config.model):
             found = program.evaluate(params, batch, other), own(params, batch, other)
-        sums = found if sums is None else jax.tree.map(jax.numpy.add, sums, found)
+        if sums is not None:
+            # At most two batches are in flight, because their arrays take memory. Without a bound XLA on CPU was also
+            # seen to hang: one device waited in an all-reduce, the other one for fewer than 32 programs in flight.
+            jax.block_until_ready(sums)
+            found = jax.tree.map(jax.numpy.add, sums, found)
+        sums = found
     (terms, counts), pairs = sums
     host = {name: (float(s), float(w)) for name, (s, w) in jax.device_get(terms).items()}
     means = {name: s / w if w else 0.0 for name, (s, w) in host.items()}

@@ -6,15 +6,18 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy_decoder
 import pytest
 from rich.console import Console
 
 import jaxtrain
+from jaxtrain.core.evaluation import validate
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from jaxtrain.inference.model import evaluate
 from jaxtrain.trackers.console import ConsoleTracker
@@ -119,3 +122,21 @@ def test_what_is_wrong_with_a_set_is_said_before_jax_starts(base: dict[str, Any]
         jaxtrain.load(None, change, base=base)
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_at_most_two_batches_are_in_flight(monkeypatch: pytest.MonkeyPatch):
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 2000, lambda _, y: jnp.sin(y @ y), x).mean())
+    x, found = jnp.ones((128, 128)), []
+
+    def evaluated(*_: Any) -> Any:
+        assert all(value.is_ready() for value in found[:-1])
+        found.append(slow(x))
+        return {"cross_entropy": (found[-1], jnp.ones(()))}, {}
+
+    slow(x)  # compiles
+    monkeypatch.setattr("jaxtrain.core.evaluation.placer", lambda *_: lambda index: index)
+    program: Any = SimpleNamespace(
+        evaluate=evaluated, eval_metrics=lambda *_: {}, metrics=lambda _: {}, config=SimpleNamespace(model=None)
+    )
+    assert validate(program, {"eval/": SimpleNamespace(batches=6)}, {}, 6)["eval/loss"] == pytest.approx(found[0])
+    assert len(found) == 6
