@@ -1,6 +1,7 @@
 # jaxtrain with the versions that are tested together.
 #   docker build -t jaxtrain .                                      # CPU
 #   docker build -t jaxtrain --build-arg EXTRAS=data,hf,cuda .      # NVIDIA GPUs
+#   docker build -t jaxtrain --build-arg EXTRAS=data,hf,islands .   # islands: docs/islands.md
 #   docker run --rm -v "$PWD:/work" jaxtrain train quickstart
 #   docker run --rm -v "$PWD:/work" --gpus all --shm-size 8g jaxtrain train my.yaml
 FROM python:3.11-slim

@@ -196,6 +196,7 @@ def cluster(namespace: str, address: str | None, memory: int) -> Iterator[str]:
         LostServerError: no cluster at the address.
     """
     if address is None:
+        # Ray's warnings stay: of a store that is too small, or not in memory.
         ray.init(
             "local",  # else Ray joins a cluster that happens to be on this machine
             namespace=namespace, include_dashboard=False, num_cpus=4, num_gpus=0, object_store_memory=memory,

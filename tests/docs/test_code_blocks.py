@@ -26,7 +26,8 @@ from jaxtrain.planning.target_config import config_for_target
 # Blocks in these pages are run by tests of their own.
 ELSEWHERE = {"docs/own-models.md": "flax_modules/test_own_models_page.py"}
 KINDS = {"python", "sh", "bash", "yaml", "toml", "mermaid", "text", ""}
-SCRIPTS = {"docs/islands.md": "launch/test_slurm_islands.py"}  # script (`bash`) -> its test
+# Tests that read the scripts (`bash`) of a page.
+SCRIPTS = {"docs/islands.md": ("launch/test_slurm_islands.py", "launch/test_container_islands.py")}
 ALL_COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
 # In a folder with this file `quickstart` is a small config; the shipped one is the same but for sizes.
 SMALL = """
@@ -72,7 +73,8 @@ def environment() -> dict[str, str]:
 def test_every_block_is_of_a_kind_that_is_tested(page: str):
     for block in blocks(page):
         assert block.language in KINDS, f"{block}: mark output as `text`"
-        assert block.language != "bash" or Path(page).name in (ROOT / "tests" / SCRIPTS[page]).read_text(), block
+        for test in SCRIPTS[page] if block.language == "bash" else ():
+            assert Path(page).name in (ROOT / "tests" / test).read_text(), block
         if block.language == "sh":
             for line in joined(block.text).splitlines():
                 assert re.match(r"\s*(#|jaxtrain |make |python |srun jaxtrain |pip |$)", line), block

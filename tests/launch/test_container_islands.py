@@ -1,7 +1,7 @@
 """Islands in containers, each with a network and files of its own, by the commands of docs/islands.md.
 
-Podman runs them, with this machine's Python, which they cannot change. Needs root, Ray, and the packages podman, runc,
-netavark and iptables.
+Podman runs them. In place of an image they see this machine's Python, which they cannot change; entry point and folder
+are those of the Dockerfile. Needs root, Ray, and the packages podman, runc, netavark and iptables.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launched_islands import clocks
 from small_islands import CONFIG
 from test_slurm import until
-
-from jaxtrain.errors import UserError
-from jaxtrain.islands.status import read_status
 
 pytest.importorskip("ray", reason="islands on a cluster need Ray")
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs/islands.md").read_text()
-ONE, HEAD, MACHINE = re.findall(r"```bash\n(docker run .*?)```", PAGE, re.DOTALL)
-PROGRAMS = ("podman", "runc", "iptables")
+ONE, HEAD, MACHINE = re.findall(r"```bash\n(?:docker build [^\n]*\n)?docker run (.*?)\n```", PAGE, re.DOTALL)
+DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
+WORK = re.findall(r"^WORKDIR (.*)", DOCKERFILE, re.MULTILINE)[-1]
+ENTRYPOINT = re.findall(r'^ENTRYPOINT \["(.*)"\]', DOCKERFILE, re.MULTILINE)[-1]
+PROGRAMS = ("podman", "runc", "netavark", "iptables")
 SUBNET = "10.213.77"
 # Podman asks for more files and processes than root without CAP_SYS_RESOURCE may have.
 PODMAN = '[containers]\ndefault_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]\n[engine]\nruntime = "runc"\n'
 
 
 class Machines:
-    """Containers, each with a folder of its own, which is its /app."""
+    """Containers, each with a folder of its own, in which it works."""
 
     def __init__(self, place: Path) -> None:
         self.place, self.network, self.running = place, f"islands-{os.getpid()}", {}
@@ -41,7 +42,7 @@ class Machines:
         (place / "podman.conf").write_text(PODMAN)
         self.podman("network", "create", "--subnet", f"{SUBNET}.0/24", self.network)
         self.image = place / "image"
-        for folder in ("app", "etc", "proc", "sys", "dev", "tmp", "root"):
+        for folder in (WORK[1:], "etc", "proc", "sys", "dev", "tmp", "root"):
             (self.image / folder).mkdir(parents=True)
         for link in ("bin", "lib", "lib64", "sbin"):
             (self.image / link).symlink_to(f"usr/{link}")
@@ -54,7 +55,7 @@ class Machines:
         return done.stdout
 
     def start(self, name: str, address: int, command: str, config: str, **variables: str) -> Path:
-        """Starts a container by a command of the page. Returns its folder."""
+        """Starts a container by what follows `docker run` on the page. Returns its folder."""
         folder = self.place / name
         folder.mkdir(exist_ok=True)
         (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
@@ -63,11 +64,13 @@ class Machines:
         own = ["--rm", "--name", self.name(name), "--ip", f"{SUBNET}.{address}", "-e", "JAX_PLATFORMS=cpu"]
         own += ["-e", f"PATH={sys.prefix}/bin:/usr/bin:/usr/sbin", "-e", f"PYTHONPATH={REPOSITORY}"]
         own += [word for path in software for word in ("-v", f"{path}:{path}:ro")]
-        if "--network" not in command:
-            own += ["--network", self.network]
-        line = command.replace("docker run", f"exec podman run {shlex.join(own)}", 1)
-        line = line.replace("--network host", f"--network {self.network}").replace("--shm-size 8g", "--shm-size 2g")
-        line = line.replace("IMAGE", f"--rootfs {self.image}:O").replace("--islands 4", "--islands 2")
+        own += ["--network", self.network, "--workdir", WORK]
+        options, _, arguments = command.replace("--network host", "").partition(" jaxtrain ")
+        if "--entrypoint" not in options:
+            own += ["--entrypoint", ENTRYPOINT]
+        options = options.replace("--shm-size 8g", "--shm-size 2g")
+        arguments = arguments.replace("--islands 4", "--islands 2")
+        line = f"exec podman run {shlex.join(own)} {options} --rootfs {self.image}:O {arguments}"
         with open(self.place / f"{name}.out", "a") as out:
             process = subprocess.Popen(
                 ["sh", "-c", line], cwd=folder, env=self.environ | variables, stdout=out, stderr=out
@@ -97,7 +100,8 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Machines]:
-    missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    folders = f"{os.environ['PATH']}:/usr/sbin:/usr/lib/podman"
+    missing = [name for name in PROGRAMS if shutil.which(name, path=folders) is None]
     if missing or os.getuid() != 0:
         pytest.skip(f"needs root and {', '.join(PROGRAMS)}; missing: {', '.join(missing) or 'root'}")
     machines = Machines(tmp_path)
@@ -110,18 +114,10 @@ def config(steps: int) -> str:
     return text.replace("steps: 24", f"steps: {steps}")
 
 
-def clocks(run: Path) -> list[int]:
-    try:
-        islands = read_status(run)["islands"]
-    except UserError:
-        return [0, 0]
-    return [islands.get(index, {}).get("clock", 0) for index in ("0", "1")]
-
-
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_islands_in_one_container_stop_and_go_on(machines: Machines) -> None:
-    command = f"{ONE.rstrip()} sync.every=4"
+    command = f"{ONE} sync.every=4"
     run = machines.start("one", 10, command, config(2000)) / "runs" / "run"
     until(lambda: min(clocks(run)) >= 8, lambda: machines.output("one"))
     assert "the islands save and stop" in machines.stop("one")

@@ -12,23 +12,13 @@ from pathlib import Path
 
 import pytest
 from launched import free_address
+from launched_islands import clocks
 from small_islands import CONFIG
 from test_slurm import said, slurm, until
-
-from jaxtrain.errors import UserError
-from jaxtrain.islands.status import read_status
 
 __all__ = ["slurm"]
 pytest.importorskip("ray", reason="islands on a cluster need Ray")
 PAGE = Path(__file__).parents[2] / "docs/islands.md"
-
-
-def clocks(run: Path) -> list[int]:
-    try:
-        islands = read_status(run)["islands"]
-    except UserError:
-        return [0]
-    return [islands.get(index, {}).get("clock", 0) for index in ("0", "1")]
 
 
 @pytest.mark.chaos

@@ -14,6 +14,18 @@ from typing import Any
 
 from small_islands import CONFIG
 
+from jaxtrain.errors import UserError
+from jaxtrain.islands.status import read_status
+
+
+def clocks(run: Path) -> list[int]:
+    """Steps of islands 0 and 1, as their coordinator knows them."""
+    try:
+        islands = read_status(run)["islands"]
+    except UserError:
+        return [0, 0]
+    return [islands.get(index, {}).get("clock", 0) for index in ("0", "1")]
+
 
 def parents() -> dict[int, int]:
     """Parents of all processes. `ps` is not asked: it cuts its lines at $COLUMNS."""
