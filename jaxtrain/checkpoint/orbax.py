@@ -52,7 +52,11 @@ def _context(
 
 def write(path: Path, tree: dict[str, Any], timeout: float) -> None:
     """Writes a nested dict of arrays; returns when it is on disk under its final name. One process, any thread."""
-    with _context(timeout, write_bytes=_write_limit(tree)):
+    context = _context(timeout, write_bytes=_write_limit(tree))
+    future.AwaitableSignalsContract.remove_all_awaitable_signals()  # those of the last save, which is over
+    # The folder first: if it cannot be created, orbax's writers would wait for it, and hold up the process's exit.
+    context.asynchronous.create_directories_asynchronously = False
+    with context:
         ocp.save(str(path), tree, checkpointable_name=NAME)
 
 
