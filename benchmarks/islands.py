@@ -60,7 +60,6 @@ ENVIRONMENT = {
     "PYTHONPATH": f"{islands_network.ROOT}:{islands_network.ROOT / 'benchmarks'}",
 }  # fmt: skip
 LIMIT = 900.0  # seconds of a run
-SERVER_WAIT = 60.0  # seconds that an island waits for its server
 
 
 def measure(run: Run, net: islands_network.Network) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def measure(run: Run, net: islands_network.Network) -> dict[str, Any]:
         _, directory, _ = open_run(options)
         command = [sys.executable, "-m", "jaxtrain.cli.main", "launch", "islands", str(directory)]
         command += ["--address", f"{islands_network.HEAD}:{islands_network.PORT}", "--max-restarts"]
-        command += ["3" if run.cut > SERVER_WAIT else "0"]  # an island that has waited so long is started again
+        command += ["3" if run.cut else "0"]  # TCP tries a cut link again so late that an island may stop waiting
         launchers = [
             net.start(index, [*command, "--here", str(index)], Path(folder, f"{index}.log"))
             for index in range(run.islands)
@@ -115,7 +114,9 @@ def watch(
         time.sleep(POLL)
 
 
-def measure_all(args: Any, runs: list[dict[str, Any]], missing: Sequence[Run], about: dict[str, Any]) -> None:
+def measure_all(
+    args: Any, runs: list[dict[str, Any]], missing: Sequence[Run], about: dict[str, Any], net: Any, end: float
+) -> None:
     """Measures runs and adds them to those that are known, each with its error if it fails.
 
     Args:
@@ -123,22 +124,22 @@ def measure_all(args: Any, runs: list[dict[str, Any]], missing: Sequence[Run], a
         runs: that are known.
         missing: those to measure.
         about: the machine.
+        net: machines with Ray, one for each island of a run.
+        end: time of `time.monotonic()` after which no run begins.
     """
-    end = time.monotonic() + 60 * args.minutes
-    with islands_network.network(max(run.islands for run in missing), ENVIRONMENT) as net:
-        for run in missing:
-            begun = time.monotonic()
-            if begun > end:
-                break
-            try:
-                found = measure(run, net)
-                said = f"{found['tokens_per_second']:,.0f} tokens/s"
-            except (RuntimeError, UserError) as error:
-                found, said = run.key | {"error": str(error)}, f"FAILED: {error}"
-            runs[:] = [known for known in runs if not is_same(run, known)] + [found]
-            more = " ".join(f"{key} {value}" for key, value in run.key.items() if value)
-            print(f"{more}: {said}, {time.monotonic() - begun:.0f} s in all", flush=True)
-            common.report("islands", args, {"tables": tables(runs), "runs": runs}, about)
+    for run in missing:
+        begun = time.monotonic()
+        if begun > end:
+            break
+        try:
+            found = measure(run, net)
+            said = f"{found['tokens_per_second']:,.0f} tokens/s"
+        except (RuntimeError, UserError) as error:
+            found, said = run.key | {"error": str(error)}, f"FAILED: {error}"
+        runs[:] = [known for known in runs if not is_same(run, known)] + [found]
+        more = " ".join(f"{key} {value}" for key, value in run.key.items() if value)
+        print(f"{more}: {said}, {time.monotonic() - begun:.0f} s in all", flush=True)
+        common.report("islands", args, {"tables": tables(runs), "runs": runs}, about)
 
 
 def is_same(run: Run, known: dict[str, Any]) -> bool:
@@ -161,7 +162,11 @@ def main() -> None:
     planned = [run for part in args.parts for run in runs_of(part, args.mbit, args.quick) if run.way in args.ways]
     missing = [run for run in planned if not any("error" not in known and is_same(run, known) for known in runs)]
     if missing:
-        measure_all(args, runs, missing, about)
+        end = time.monotonic() + 60 * args.minutes
+        for islands in dict.fromkeys(run.islands for run in missing):
+            group = [run for run in missing if run.islands == islands]
+            with islands_network.network(islands, ENVIRONMENT) as net:  # no more: idle Ray nodes take processor time
+                measure_all(args, runs, group, about, net, end)
     for part, rows in tables(runs).items():
         print(f"{part}\n{common.table(rows)}")
     common.report("islands", args, {"tables": tables(runs), "runs": runs}, about)

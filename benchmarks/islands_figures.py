@@ -142,6 +142,9 @@ def loss_rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def disturbed_rows(runs: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Table of `lossy` and `cut`: beside each way the same without losses and cuts, to one loss.
 
+    `lowest` is the lowest loss that both runs of a way reach, and `lowest times` how many times the time to it; a way
+    that reaches the loss of all before its link is cut differs there alone.
+
     Args:
         runs: of the part.
         plain: those without.
@@ -155,9 +158,12 @@ def disturbed_rows(runs: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[st
         other = of_way.get(run["way"])
         before = None if other is None else time_to(other["curve"], target)
         seconds, final = time_to(run["curve"], target), [loss for loss in run["final"] if loss is not None]
+        lowest = reached([run, run if other is None else other])
+        times = None if other is None else time_to(run["curve"], lowest) / time_to(other["curve"], lowest)
         rows.append({
             "way": run["way"], "to loss": round(target, 3), "seconds": seconds, "undisturbed": before,
-            "times": seconds / before if seconds and before else None, "final": final[0],
+            "times": seconds / before if seconds and before else None, "lowest": round(lowest, 3),
+            "lowest times": times, "final": final[0],
             "final undisturbed": None if other is None else other["curve"][-1][2],
             "apart": max(final) - min(final), "tokens/s": run["tokens_per_second"],
             "waited": _mean(run["waited"]), "link busy": _busy(run), "link sent MB": run["sent_bytes"] / 1e6,

@@ -160,6 +160,10 @@ def test_lossy_runs_are_beside_those_without_losses(bench):
     cut = {**lossy, "part": "cut", "lost": 0.0, "cut": 30.0}
     (row,) = bench.tables([cut, {**plain, "part": "loss"}])["cut"]
     assert (row["undisturbed"], row["final"]) == (2.0, 2.0)
+    worse = {**plain, "way": "asp", "part": "loss", "curve": [(1.0, 3, 3.1), (2.0, 5, 3.0)]}
+    rows = bench.tables([cut, {**worse, "part": "cut", "cut": 30.0}, {**plain, "part": "loss"}, worse])["cut"]
+    assert [(row["to loss"], row["lowest"]) for row in rows] == [(3.0, 2.4), (3.0, 3.0)]
+    assert (rows[0]["times"], rows[0]["lowest times"]) == pytest.approx((3.0, 2.4))
 
 
 def test_pushes_in_few_bits_count_as_they_are_and_in_float32(bench):
