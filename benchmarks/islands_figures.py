@@ -163,7 +163,7 @@ def disturbed_rows(runs: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[st
         rows.append({
             "way": run["way"], "to loss": round(target, 3), "seconds": seconds, "undisturbed": before,
             "times": seconds / before if seconds and before else None, "lowest": round(lowest, 3),
-            "lowest times": times, "final": final[0],
+            "lowest seconds": time_to(run["curve"], lowest), "lowest times": times, "final": final[0],
             "final undisturbed": None if other is None else other["curve"][-1][2],
             "apart": max(final) - min(final), "tokens/s": run["tokens_per_second"],
             "waited": _mean(run["waited"]), "link busy": _busy(run), "link sent MB": run["sent_bytes"] / 1e6,
