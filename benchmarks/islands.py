@@ -35,6 +35,7 @@ one stopped. A run that fails is kept with its error, and tried again by the nex
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -114,9 +115,14 @@ def watch(
         time.sleep(POLL)
 
 
-def measure_all(
-    args: Any, runs: list[dict[str, Any]], missing: Sequence[Run], about: dict[str, Any], net: Any, end: float
-) -> None:
+def on_networks(missing: Sequence[Run]) -> Iterator[tuple[Run, islands_network.Network]]:
+    """Yields each run with a network of as many islands: idle Ray nodes beside it would take processor time."""
+    for islands in dict.fromkeys(run.islands for run in missing):
+        with islands_network.network(islands, ENVIRONMENT) as net:
+            yield from ((run, net) for run in missing if run.islands == islands)
+
+
+def measure_all(args: Any, runs: list[dict[str, Any]], missing: Sequence[Run], about: dict[str, Any]) -> None:
     """Measures runs and adds them to those that are known, each with its error if it fails.
 
     Args:
@@ -124,22 +130,22 @@ def measure_all(
         runs: that are known.
         missing: those to measure.
         about: the machine.
-        net: machines with Ray, one for each island of a run.
-        end: time of `time.monotonic()` after which no run begins.
     """
-    for run in missing:
-        begun = time.monotonic()
-        if begun > end:
-            break
-        try:
-            found = measure(run, net)
-            said = f"{found['tokens_per_second']:,.0f} tokens/s"
-        except (RuntimeError, UserError) as error:
-            found, said = run.key | {"error": str(error)}, f"FAILED: {error}"
-        runs[:] = [known for known in runs if not is_same(run, known)] + [found]
-        more = " ".join(f"{key} {value}" for key, value in run.key.items() if value)
-        print(f"{more}: {said}, {time.monotonic() - begun:.0f} s in all", flush=True)
-        common.report("islands", args, {"tables": tables(runs), "runs": runs}, about)
+    end = time.monotonic() + 60 * args.minutes
+    with contextlib.closing(on_networks(missing)) as runs_on_networks:
+        for run, net in runs_on_networks:
+            begun = time.monotonic()
+            if begun > end:
+                break
+            try:
+                found = measure(run, net)
+                said = f"{found['tokens_per_second']:,.0f} tokens/s"
+            except (RuntimeError, UserError) as error:
+                found, said = run.key | {"error": str(error)}, f"FAILED: {error}"
+            runs[:] = [known for known in runs if not is_same(run, known)] + [found]
+            more = " ".join(f"{key} {value}" for key, value in run.key.items() if value)
+            print(f"{more}: {said}, {time.monotonic() - begun:.0f} s in all", flush=True)
+            common.report("islands", args, {"tables": tables(runs), "runs": runs}, about)
 
 
 def is_same(run: Run, known: dict[str, Any]) -> bool:
@@ -162,11 +168,7 @@ def main() -> None:
     planned = [run for part in args.parts for run in runs_of(part, args.mbit, args.quick) if run.way in args.ways]
     missing = [run for run in planned if not any("error" not in known and is_same(run, known) for known in runs)]
     if missing:
-        end = time.monotonic() + 60 * args.minutes
-        for islands in dict.fromkeys(run.islands for run in missing):
-            group = [run for run in missing if run.islands == islands]
-            with islands_network.network(islands, ENVIRONMENT) as net:  # no more: idle Ray nodes take processor time
-                measure_all(args, runs, group, about, net, end)
+        measure_all(args, runs, missing, about)
     for part, rows in tables(runs).items():
         print(f"{part}\n{common.table(rows)}")
     common.report("islands", args, {"tables": tables(runs), "runs": runs}, about)

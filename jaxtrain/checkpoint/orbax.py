@@ -44,6 +44,9 @@ def _context(
     context.array.saving.enable_write_sharding_file = False  # a restore gives its own shardings
     context.array.saving.storage_options.chunk_byte_size = _CHUNK
     context.asynchronous.timeout_secs = ceil(timeout)
+    # A save creates its folder first. Else writers whose folder cannot be created wait for it, and hold up the exit of
+    # the process; and with several processes orbax drops the signals that the others wait for.
+    context.asynchronous.create_directories_asynchronously = False
     context.memory.read_concurrent_bytes = read_bytes
     context.memory.write_concurrent_bytes = write_bytes
     context.pytree.loading.partial_load = partial
@@ -52,11 +55,8 @@ def _context(
 
 def write(path: Path, tree: dict[str, Any], timeout: float) -> None:
     """Writes a nested dict of arrays; returns when it is on disk under its final name. One process, any thread."""
-    context = _context(timeout, write_bytes=_write_limit(tree))
     future.AwaitableSignalsContract.remove_all_awaitable_signals()  # those of the last save, which is over
-    # The folder first: if it cannot be created, orbax's writers would wait for it, and hold up the process's exit.
-    context.asynchronous.create_directories_asynchronously = False
-    with context:
+    with _context(timeout, write_bytes=_write_limit(tree)):
         ocp.save(str(path), tree, checkpointable_name=NAME)
 
 
@@ -91,7 +91,6 @@ def start(path: Path, tree: dict[str, Any], timeout: float, await_others: Callab
     handler, folders = _part_handler(await_others)
     context = _context(timeout, write_bytes=_write_limit(tree))
     context.multiprocessing.active_processes = {index}
-    context.asynchronous.create_directories_asynchronously = False  # else orbax drops the signals that others wait for
     context.file.skip_sync_file_validations = True
     context.array.saving.array_metadata_store = _SharedMetadataStore()
     registry = ocp.handlers.local_registry(include_global_registry=False)
