@@ -138,7 +138,13 @@ def test_a_run_outlives_the_node_that_led_and_saved(tmp_path: Path, etcd: Etcd, 
     job = launched(steps, delay=0.1)
     common = ("node", "--nodes=2", f"--store=etcd://{etcd.address}", "--processes=1", "--devices-per-process=2")
     nodes = [job.start(*common, job.config, f"--node={index}", "--heartbeat=6") for index in range(2)]
-    job.reaches(7)
+    store, key = EtcdStore([etcd.address]), f"/jaxtrain{job.run}/saved"
+
+    def saved() -> int:
+        found = store.get(key)
+        return json.loads(found.value)[0] if found else 0
+
+    job.until(lambda: saved() >= 6, "no checkpoint of step 6 counts")
     job.watched = nodes[1]
     nodes[0].kill()
     assert nodes[1].wait(240) == 0, job.terminal()
@@ -146,6 +152,6 @@ def test_a_run_outlives_the_node_that_led_and_saved(tmp_path: Path, etcd: Etcd, 
     assert [start["mesh"] for start in job.events("start")] == ["fsdp 4", "fsdp 2"]
     assert job.events("end")[0]["step"] >= 6
     assert max(losses(job.run)) == steps
-    saved = EtcdStore([etcd.address]).get(f"/jaxtrain{job.run}/saved")
-    assert saved is not None
-    assert json.loads(saved.value) == [steps, f"{steps}.generation-2"]
+    found = store.get(key)
+    assert found is not None
+    assert json.loads(found.value) == [steps, f"{steps}.generation-2"]
