@@ -186,8 +186,8 @@ def test_runs_that_failed_are_in_a_table_of_their_own(bench):
 def test_a_run_is_found_among_older_ones(plans):
     """The fields that it lacks have their defaults."""
     islands, (run, *_) = load_benchmark("islands", "islands_benchmark"), plans.runs_of("links", 200.0, False)
-    known = next(record for record in RESULTS["runs"] if record["part"] == "links")
-    assert "lost" not in known
+    known = dict(next(record for record in RESULTS["runs"] if record["part"] == "links"))
+    del known["lost"]
     assert islands.is_same(run, known)
     assert not islands.is_same(replace(run, lost=0.01), known)
 
