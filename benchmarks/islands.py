@@ -14,7 +14,8 @@ island pushes and reads crosses its link; ways without a server send between isl
 `head`   the same with the link of the head as slow as those of the islands, as a plan without `--server-dcn` assumes
 `scale`  tokens/s, waiting, and processor seconds of the head per GB, by number of islands, size of the model and bits,
          without a limit; per GB as it was pushed, and per GB that the same pushes would have been in float32
-`slow`   tokens/s when each step takes 0.2 s besides its computation, and when one island takes 0.6 s, without a limit
+`slow`   wall time to a loss and tokens/s when each step takes 0.1 s besides its computation, and when the last island
+         takes 0.3 s, without a limit
 `lossy`  wall time to a loss with links that lose 1% of the packets in each direction, and without that; a quarter of
          `--mbit`, and less training
 `cut`    `loss` with the link of one island cut for 30 s, once island 0 has done half of its steps

@@ -247,15 +247,20 @@ def scale_rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def slow_rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Table of `slow`: one row for each strategy, with and without the slow island."""
-    rows = []
+    """Table of `slow`: one row for each strategy, with and without the slow island, and the times to one loss."""
+    if not runs:
+        return []
+    target, rows = reached(runs), []
     for way in dict.fromkeys(run["way"] for run in runs):
         own = {len(set(run["pace"])) > 1: run for run in runs if run["way"] == way}
         if len(own) < 2:
             continue
         even, uneven = own[False], own[True]
+        seconds, later = time_to(even["curve"], target), time_to(uneven["curve"], target)
         rows.append({
-            "way": way, "tokens/s": even["tokens_per_second"], "tokens/s with slow": uneven["tokens_per_second"],
+            "way": way, "to loss": round(target, 3), "seconds": seconds, "seconds with slow": later,
+            "times": later / seconds, "tokens/s": even["tokens_per_second"],
+            "tokens/s with slow": uneven["tokens_per_second"],
             "left": uneven["tokens_per_second"] / even["tokens_per_second"],
             "step s": _mean(even["step_seconds"]), "step s of others": _mean(uneven["step_seconds"][:-1]),
             "step s of slow": uneven["step_seconds"][-1], "waited": _mean(even["waited"]),

@@ -40,7 +40,7 @@ ALL = tuple(way for way in WAYS if way not in FEW_BITS)
 RATE = {"bsp": 2e-3}  # those that sync.py tries first
 OTHER_RATE = 1e-3
 PARTS = ("loss", "links", "head", "scale", "slow", "lossy", "cut", "long_cut")
-PACE, SLOW = 0.2, 3.0  # seconds of a step, and how many times that an island takes which is slow
+PACE, SLOW = 0.1, 3.0  # seconds of a step, and how many times that an island takes which is slow
 LOSS, CUT, LONG_CUT = 0.01, 30.0, 120.0  # share of the packets, seconds, seconds
 
 
@@ -112,7 +112,7 @@ def runs_of(part: str, mbit: float, quick: bool) -> list[Run]:
     if part in ("loss", "cut"):
         return [planned(way, mbit=mbit, validations=15, cut=CUT if part == "cut" else 0.0) for way in ALL]
     if part == "long_cut":
-        ways, pace = ("diloco", "diloco without server"), (PACE / 2,) * 2
+        ways, pace = ("diloco", "diloco without server"), (PACE,) * 2
         return [Run(part, way, 2800, 2, "quick", mbit, pace, 6, cut=LONG_CUT) for way in ways]
     if part == "lossy":
         return [planned(way, mbit=mbit / 4, validations=10, lost=lost) for way in ALL for lost in (0.0, LOSS)]
@@ -124,7 +124,7 @@ def runs_of(part: str, mbit: float, quick: bool) -> list[Run]:
         runs = [planned(way, size, islands) for way in plain for size in ("1M", "5M") for islands in (8, 4, 2, 1)]
         return runs + [planned(way, size) for way in FEW_BITS for size in ("1M", "5M")]
     paces = ((PACE,) * 4, (PACE, PACE, PACE, SLOW * PACE))
-    return [planned(way, pace=pace) for way in ALL for pace in paces]
+    return [planned(way, pace=pace, validations=8) for way in ALL for pace in paces]
 
 
 def quick_runs(part: str, mbit: float) -> list[Run]:
@@ -148,7 +148,7 @@ def part_steps(part: str, size: str) -> tuple[int, int]:
     """Rounds of EVERY steps of those that train alone in between, and steps of the others."""
     if part == "scale":
         return (6, 40) if size == "1M" else (4, 24)
-    return {"links": (5, 24), "head": (5, 24), "slow": (5, 40), "lossy": (20, 100)}.get(part, (60, 240))
+    return {"links": (5, 24), "head": (5, 24), "slow": (12, 80), "lossy": (20, 100)}.get(part, (60, 240))
 
 
 def settings_of(run: Run, folder: Path) -> dict[str, Any]:

@@ -140,10 +140,12 @@ def test_slow_island_is_compared_with_even_ones(bench):
     run = bench.Run("slow", "bsp", 5, 2, pace=(0.2, 0.2))
     even = run.key | bench.figures(run, seen(bench))
     uneven = replace(run, pace=(0.2, 0.6)).key | {k: v for k, v in even.items() if k != "pace"}
+    uneven["curve"] = [(2 * seconds, step, loss) for seconds, step, loss in even["curve"]]
     uneven = {**uneven, "pace": [0.2, 0.6], "tokens_per_second": even["tokens_per_second"] / 4}
     (row,) = bench.tables([even, uneven])["slow"]
     assert row["left"] == 0.25
     assert row["step s of slow"] == 2.0
+    assert (row["to loss"], row["seconds"], row["seconds with slow"], row["times"]) == (2.0, 6.0, 12.0, 2.0)
 
 
 def test_lossy_runs_are_beside_those_without_losses(bench):
