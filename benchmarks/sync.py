@@ -28,16 +28,19 @@ from typing import Any
 import common
 
 EVERY = 16
-LARGE_MODEL = {"embed": 384, "layers": 8, "mlp": 672, "heads": 6, "kv_heads": 3}
-SIZES: dict[str, dict[str, Any]] = {  # `replicas`: at most so many
+LARGE = {
+    "model": {"embed": 384, "layers": 8, "mlp": 672, "heads": 6, "kv_heads": 3},
+    "replicas": 2,
+    "ways": ("bsp", "diloco-int4-2", "streaming-int4-2"),
+}
+SIZES: dict[str, dict[str, Any]] = {  # `replicas`: at most so many; `ways`: only these, without a GPU
     "small": {"model": {"embed": 128, "layers": 4, "mlp": 512, "heads": 4, "kv_heads": 2}, "steps": 4032, "lr": 2e-3},
-    "large": {"model": LARGE_MODEL, "steps": 4032, "lr": 2.5e-4, "replicas": 2},  # rates that were best in large-half
-    "large-half": {"model": LARGE_MODEL, "steps": 2016, "lr": 1e-3, "replicas": 2},
+    "large": LARGE | {"steps": 4032, "lr": 2.5e-4},  # the rate that was best in large-half
+    "large-half": LARGE | {"steps": 2016, "lr": 1e-3},
     "quick": {"model": {"embed": 32, "layers": 4, "mlp": 64, "heads": 2}, "steps": 112, "lr": 4e-3},
 }
 # On a busy machine a device waits for the others longer than the 40 s after which XLA ends the process.
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=3600 --xla_cpu_collective_timeout_seconds=3600"
-LARGE = ("bsp", "diloco-int4-2", "streaming-int4-2")  # of the large model, without a GPU
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,7 @@ def main() -> None:
     runs = json.loads(args.out.read_text())["results"]["runs"] if args.out and args.out.exists() else []
     end = time.monotonic() + 60 * args.minutes
     for size in sizes:
-        limited = [way for way in ways if SIZES[size]["model"] != LARGE_MODEL or way in LARGE]
+        limited = [way for way in ways if way in SIZES[size].get("ways", WAYS)]
         for turn in range(1 if args.quick else 8):  # each way once, then its other learning rates
             for way in limited:
                 tried = sum(run["way"] == way and run["size"] == size for run in runs)

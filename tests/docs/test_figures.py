@@ -249,6 +249,23 @@ def test_the_table_of_ways_is_that_of_the_results(size: str):
         assert f"| {row['bytes a step']:,} | {row['fewer']:.1f} | {row['bar']} |" in text
 
 
+def test_the_tables_of_islands_are_those_of_the_results():
+    tables = results("cpu-islands")["tables"]
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    for row in tables["scale"]:
+        head = ("coordinator cpu s/GB", "servers cpu s/GB", "ray of head cpu s/GB", "head cpu s/float32 GB")
+        figures = f"{row['tokens/s']:,.0f} | {1000 * row['step s']:,.0f} | {row['waited']:.2f} | "
+        assert f"| {row['islands']} | {figures}{' | '.join(f'{row[key]:.1f}' for key in head)} |" in text
+    for row in tables["slow"]:
+        times = f"{row['seconds']:.0f} | {row['seconds with slow']:.0f} | {row['times']:.2f}"
+        tokens = f"{row['tokens/s']:,.0f} | {row['tokens/s with slow']:,.0f} | {row['left']:.2f}"
+        assert f" | {times} | {tokens} | {row['waited of others']:.2f} | {row['waited of slow']:.2f} |" in text
+    for way in ("bsp", "diloco"):
+        rows = [row for row in tables["head"] if row["way"] == way]
+        found, planned = (" | ".join(f"{row[key]:,.0f}" for row in rows) for key in ("tokens/s", "planned tokens/s"))
+        assert f"| {way} | {found} |\n| planned | {planned} |" in text
+
+
 @pytest.mark.parametrize(("page", "sentence", "figures"), SENTENCES)
 def test_a_sentence_has_the_figures_of_its_results(page: str, sentence: str, figures: Callable[[], list[Any]]):
     text = " ".join((ROOT / page).read_text().split())
