@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -105,6 +106,17 @@ def median_interval(values: Sequence[float], resamples: int = 4000) -> dict[str,
     rng, array = np.random.default_rng(0), np.asarray(values, float)
     medians = np.median(array[rng.integers(0, len(array), (resamples, len(array)))], axis=1)
     return {"low": float(np.quantile(medians, 0.025)), "high": float(np.quantile(medians, 0.975))}
+
+
+def next_rate(losses: Mapping[float, float], first: float) -> float | None:
+    """The learning rate to try next, given the last losses of those tried (inf: it diverged).
+
+    Returns `first`, then the half and the double of the best one; None once both are known.
+    """
+    if not losses:
+        return first
+    best = min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+    return next((rate for rate in (best / 2, best * 2) if not any(math.isclose(rate, known) for known in losses)), None)
 
 
 def medians(programs: Mapping[str, Callable], arrays: Sequence[Any], repeats: int) -> dict[str, float]:

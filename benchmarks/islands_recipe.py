@@ -45,7 +45,7 @@ LIMIT = 3600.0  # seconds of a run
 PATHS = f"{Path(__file__).resolve().parents[1]}:{Path(__file__).resolve().parent}"
 
 
-def settings_of(way: str, seed: int, quick: bool, folder: Path) -> dict[str, Any]:
+def settings_of(way: str, seed: int, quick: bool) -> dict[str, Any]:
     """The config of a run."""
     steps = (40 if quick else STEPS) * (WORKERS if way == LONGER else 1)
     rows = ROWS * (1 if way in (ALONE, LONGER) else WORKERS)
@@ -53,8 +53,8 @@ def settings_of(way: str, seed: int, quick: bool, folder: Path) -> dict[str, Any
         "sync": {"strategy": "diloco", "every": EVERY[way], "outer": OUTER}, "islands": {"count": WORKERS},
     } if way in EVERY else {}  # fmt: skip
     return {
-        "name": "run", "dir": str(folder), "steps": steps, "seed": seed, "precision": "fp32", "layout": "ddp",
-        "mesh": {"data": 1}, "model": SIZES["quick" if quick else "1M"], **islands,
+        "steps": steps, "seed": seed, "precision": "fp32", "layout": "ddp", "mesh": {"data": 1},
+        "model": SIZES["quick" if quick else "1M"], **islands,
         "data": {
             "sources": [{"path": "stdlib"}], "sequence": SEQUENCE, "global_batch": rows, "validation_fraction": 0.05,
         },
@@ -66,12 +66,22 @@ def settings_of(way: str, seed: int, quick: bool, folder: Path) -> dict[str, Any
 
 
 def measure(way: str, seed: int, quick: bool) -> dict[str, Any]:
-    """Trains once. Returns the validation losses by step, of all islands the first."""
+    """Trains once, see `trained`."""
+    return {"way": way, "seed": seed} | trained(settings_of(way, seed, quick))
+
+
+def trained(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains once in processes of their own.
+
+    Returns the seconds that it took, the validation losses by step, of all islands the first, and how far apart the
+    last ones of the islands are.
+    """
+    islands = settings.get("islands", {}).get("count", 0)
     with tempfile.TemporaryDirectory(prefix="recipe", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         file = folder / "config.yaml"
-        file.write_text(json.dumps(settings_of(way, seed, quick, folder)))
-        command = ["launch", "islands"] if way in EVERY else ["train"]
+        file.write_text(json.dumps({**settings, "name": "run", "dir": name}))
+        command = ["launch", "islands"] if islands else ["train"]
         log, begun = folder / "output.log", time.monotonic()
         with log.open("wb") as output:
             done = subprocess.run(
@@ -80,13 +90,11 @@ def measure(way: str, seed: int, quick: bool) -> dict[str, Any]:
                 env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": PATHS},
             )  # fmt: skip
         if done.returncode:
-            raise RuntimeError(f"{way} ended with {done.returncode}:\n{log.read_text()[-1500:]}")
-        curves = [curve_of(folder / "run" / f"island-{i}") for i in range(WORKERS if way in EVERY else 0)]
-        curves = curves or [curve_of(folder / "run")]
-    return {
-        "way": way, "seed": seed, "seconds": time.monotonic() - begun, "curve": curves[0],
-        "apart": max(curve[-1][1] for curve in curves) - min(curve[-1][1] for curve in curves),
-    }  # fmt: skip
+            raise RuntimeError(f"ended with {done.returncode}:\n{log.read_text()[-1500:]}")
+        curves = [curve_of(folder / "run" / f"island-{i}") for i in range(islands)] or [curve_of(folder / "run")]
+        seconds = time.monotonic() - begun
+    last = [curve[-1][1] for curve in curves]
+    return {"seconds": seconds, "curve": curves[0], "apart": max(last) - min(last)}
 
 
 def curve_of(folder: Path) -> list[tuple[int, float]]:

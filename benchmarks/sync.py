@@ -180,11 +180,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
 def next_run(runs: list[dict[str, Any]], way: str, size: str) -> float | None:
     """The learning rate to try next; None: the best one has neighbours on both sides, or its runs diverge."""
     found = {run["lr"]: run["losses"][-1] for run in runs if run["way"] == way and run["size"] == size}
-    first = SIZES[size]["lr"] * WAYS[way].lr
-    if not found:
-        return first
-    best = min(found, key=lambda lr: found[lr] if math.isfinite(found[lr]) else math.inf)
-    return next((lr for lr in (best / 2, best * 2) if not any(math.isclose(lr, known) for known in found)), None)
+    return common.next_rate(found, SIZES[size]["lr"] * WAYS[way].lr)
 
 
 def best_runs(runs: list[dict[str, Any]], size: str) -> dict[str, dict[str, Any]]:

@@ -36,7 +36,7 @@ def test_ways_have_the_tokens_that_they_are_to_have_and_one_validation(recipe: M
     tokens, validated = {}, set()
     for way in recipe.WAYS:
         file = tmp_path / "config.yaml"
-        file.write_text(json.dumps(recipe.settings_of(way, 0, False, tmp_path)))
+        file.write_text(json.dumps(recipe.settings_of(way, 0, False) | {"dir": str(tmp_path)}))
         config, _ = resolve(str(file))
         tokens[way] = config.steps * config.data.global_batch
         validated.add(config.eval.batches * config.data.global_batch)
