@@ -21,6 +21,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import common
@@ -29,16 +30,37 @@ from islands_recipe import trained
 MODEL = {"embed": 64, "layers": 3, "mlp": 192, "heads": 4, "kv_heads": 4, "qk_norm": "per_head"}
 EVERY, ROWS, SEQUENCE, RATE = 30, 16, 64, 4e-3
 OUTER = {"lr": 0.6, "momentum": 0.9, "nesterov": True}
-BASE = "data parallel"
-ISLANDS = {BASE: 0, "diloco, 1 island": 1, "diloco, 2 islands": 2, "diloco, 4 islands": 4}
-PUBLISHED = {BASE: 3.485, "diloco, 1 island": 3.482, "diloco, 2 islands": 3.508, "diloco, 4 islands": 3.554}
-LAW = {  # loss = factor * parameters ** exponent
-    BASE: (18.129, -0.0953),
-    "diloco, 1 island": (18.363, -0.0961),
-    "diloco, 2 islands": (18.768, -0.0969),
-    "diloco, 4 islands": (19.762, -0.0992),
-}
 VALIDATED = 2048  # rows of a validation
+
+
+@dataclass(frozen=True)
+class Way:
+    """Data parallel, or some islands of diloco.
+
+    Attributes:
+        islands: their number; 0: one process.
+        published: loss of 35M parameters.
+        factor: of the power law of the loss, factor * parameters ** exponent.
+        exponent: of the power law.
+    """
+
+    islands: int
+    published: float
+    factor: float
+    exponent: float
+
+    def law(self, count: int) -> float:
+        """Loss of `count` parameters by the power law."""
+        return self.factor * count**self.exponent
+
+
+BASE = "data parallel"
+WAYS = {
+    BASE: Way(0, 3.485, 18.129, -0.0953),
+    "diloco, 1 island": Way(1, 3.482, 18.363, -0.0961),
+    "diloco, 2 islands": Way(2, 3.508, 18.768, -0.0969),
+    "diloco, 4 islands": Way(4, 3.554, 19.762, -0.0992),
+}
 
 
 def parameters() -> int:
@@ -46,7 +68,7 @@ def parameters() -> int:
     from jaxtrain.config.sections.model import ModelConfig
     from jaxtrain.models.decoder_params import parameter_count
 
-    return parameter_count(ModelConfig(**MODEL), 257)
+    return parameter_count(ModelConfig(**MODEL), vocab=257)  # bytes and the end of a text
 
 
 def steps_of(count: int) -> int:
@@ -57,8 +79,8 @@ def steps_of(count: int) -> int:
 def settings_of(way: str, rate: float, steps: int) -> dict[str, Any]:
     """The config of a run."""
     islands = {
-        "sync": {"strategy": "diloco", "every": EVERY, "outer": OUTER}, "islands": {"count": ISLANDS[way]},
-    } if way != BASE else {}  # fmt: skip
+        "sync": {"strategy": "diloco", "every": EVERY, "outer": OUTER}, "islands": {"count": WAYS[way].islands},
+    } if WAYS[way].islands else {}  # fmt: skip
     return {
         "steps": steps, "precision": "fp32", "layout": "ddp", "mesh": {"data": 1}, "model": MODEL, **islands,
         "data": {
@@ -77,16 +99,16 @@ def rows(runs: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
     """Table: the best run of each way, and the published gaps, for `count` parameters."""
     best = {
         way: min((run for run in runs if run["way"] == way), key=lambda run: run["curve"][-1][1])
-        for way in ISLANDS if any(run["way"] == way for run in runs)
+        for way in WAYS if any(run["way"] == way for run in runs)
     }  # fmt: skip
     if BASE not in best:
         return []
-    law = {way: factor * count**exponent for way, (factor, exponent) in LAW.items()}
     return [
         {
             "way": way, "rate": f"{run['rate']:g}", "tried": sum(other["way"] == way for other in runs),
             "loss": run["curve"][-1][1], "gap %": _gap(run["curve"][-1][1], best[BASE]["curve"][-1][1]),
-            "published, 35M %": _gap(PUBLISHED[way], PUBLISHED[BASE]), "law %": _gap(law[way], law[BASE]),
+            "published, 35M %": _gap(WAYS[way].published, WAYS[BASE].published),
+            "law %": _gap(WAYS[way].law(count), WAYS[BASE].law(count)),
         }
         for way, run in best.items()
     ]  # fmt: skip
@@ -99,7 +121,7 @@ def _gap(loss: float, base: float) -> float:
 def main() -> None:
     """Runs what is missing, compares, prints."""
     parser = common.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=ISLANDS, default=list(ISLANDS), help="these ways alone")
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), help="these ways alone")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
     args = parser.parse_args()
     runs = json.loads(args.out.read_text())["results"]["runs"] if args.out and args.out.exists() else []

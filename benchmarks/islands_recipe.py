@@ -90,7 +90,7 @@ def trained(settings: Mapping[str, Any]) -> dict[str, Any]:
                 env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": PATHS},
             )  # fmt: skip
         if done.returncode:
-            raise RuntimeError(f"ended with {done.returncode}:\n{log.read_text()[-1500:]}")
+            raise RuntimeError(f"jaxtrain {' '.join(command)} ended with {done.returncode}:\n{log.read_text()[-1500:]}")
         curves = [curve_of(folder / "run" / f"island-{i}") for i in range(islands)] or [curve_of(folder / "run")]
         seconds = time.monotonic() - begun
     last = [curve[-1][1] for curve in curves]

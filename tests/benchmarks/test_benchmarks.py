@@ -10,19 +10,16 @@ import runpy
 import subprocess
 import sys
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from benchmark_modules import load_benchmark
+from benchmark_modules import BENCHMARKS, load_benchmark
 
 from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import resolve
 from jaxtrain.planning import pods
 from jaxtrain.planning.hardware import targets
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def quick(tmp_path, name: str, *options: str) -> dict:
@@ -47,8 +44,7 @@ def test_overhead_trains_the_same_model(tmp_path):
     assert result["wall_ratio"]["median"] > 0
 
 
-def test_overhead_refuses_another_model(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_overhead_refuses_another_model(tmp_path):
     overhead = load_benchmark("overhead")
 
     screen = SimpleNamespace(losses=[6.0, 5.9, 5.8], bare=SimpleNamespace(losses=[6.0, 5.9, 5.7]), times=[])
@@ -80,7 +76,6 @@ def test_gpu_mfu_says_where_time_goes(tmp_path):
 @pytest.mark.parametrize(("name", "options"), [("wire", []), ("gpu_mfu", ["--target", "h100"])])
 def test_targets_without_their_compiler(tmp_path, monkeypatch, capsys, name: str, options: list[str]):
     out = tmp_path / "skipped.json"
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", [name, "--quick", "--out", str(out), *options])
     monkeypatch.setattr(targets, "installed_version", lambda package: "")
     with contextlib.suppress(SystemExit):
@@ -230,8 +225,7 @@ def test_islands_transport_moves_the_same_values(tmp_path):
     assert not any(row["aliased"] for row in rows if row["way"] != "ray")
 
 
-def test_rank_agreement(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_rank_agreement():
     accuracy = load_benchmark("plan_accuracy")
     assert accuracy.tau([1, 2, 3, 4], [10, 20, 30, 40]) == 1
     assert accuracy.tau([1, 2, 3, 4], [40, 30, 20, 10]) == -1
@@ -239,8 +233,7 @@ def test_rank_agreement(monkeypatch):
     assert accuracy.regret([1, 2, 3], [12, 10, 11]) == pytest.approx(0.2)
 
 
-def test_published_runs_are_configs_that_load(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_published_runs_are_configs_that_load():
     published = load_benchmark("published")
     runs = (*published.GPUS, *published.TPUS)
     assert len({(run.name, run.target) for run in runs}) == len(runs) >= 8
@@ -253,16 +246,14 @@ def test_published_runs_are_configs_that_load(monkeypatch):
         assert run.known in ("fitted", "test")
 
 
-def test_worked_examples_are_configs_that_load(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_worked_examples_are_configs_that_load():
     for target, file, *keys in load_benchmark("plan_examples").EXAMPLES.values():
         devices = targets.parse(target).devices
         checks = [lambda config, n=devices: check_layout(config, n)]
         resolve(str(BENCHMARKS.parent / "configs" / file), *keys, paths=False, checks=checks)
 
 
-def test_clusters_planned_from_pods_are_configs_that_have_some(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_clusters_planned_from_pods_are_configs_that_have_some():
     for name, (largest, target, file, *keys) in load_benchmark("plan_pods").CASES.items():
         devices = targets.parse(target).devices
         config, _ = resolve(
@@ -288,9 +279,8 @@ def test_packed_batch_equals_the_data_package():
         np.testing.assert_array_equal(np.flatnonzero(batch["weights"][row] == 0), begins[1:] - 1)
 
 
-def test_planted_bugs_are_in_the_parsers(monkeypatch):
+def test_planted_bugs_are_in_the_parsers():
     """Each text to be replaced is in its module exactly once, and each function to be measured exists."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     parsers = load_benchmark("parser_coverage")
     for name, target in parsers.TARGETS.items():
         path = BENCHMARKS.parent / target.module
@@ -310,7 +300,7 @@ def test_callbacks_counts_processor_time(tmp_path):
 
 
 @pytest.mark.sampled(4, among="file")
-def test_sync_compares_ways_to_agree(tmp_path, monkeypatch):
+def test_sync_compares_ways_to_agree(tmp_path):
     record = quick(tmp_path, "sync")
     bsp, diloco = record["results"]["table"]["quick"]
     assert bsp["way"] == "bsp"
@@ -318,7 +308,6 @@ def test_sync_compares_ways_to_agree(tmp_path, monkeypatch):
     assert diloco["fewer"] > 16
     assert diloco["wall slow"] < bsp["wall slow"]
     assert bsp["loss"] < record["results"]["runs"][0]["unigram_entropy"]
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     sync, figure = load_benchmark("sync"), load_benchmark("sync_figure")
     runs = {run["way"]: run for run in record["results"]["runs"]}
     for title in figure.AXES:

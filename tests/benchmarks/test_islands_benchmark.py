@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
 import pytest
-from benchmark_modules import load_benchmark
+from benchmark_modules import BENCHMARKS, load_benchmark
 
 from jaxtrain.config.sections.island_config import program_config
 from jaxtrain.core.program import build_program
@@ -19,14 +18,12 @@ from jaxtrain.planning import islands, step_program
 from jaxtrain.planning.result import Plan
 from jaxtrain.planning.target_config import decoder_vocabulary
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = json.loads((BENCHMARKS / "results" / "cpu-islands.json").read_text())["results"]
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def plans() -> ModuleType:
     """Runs and their configs."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     return load_benchmark("islands_runs")
 
 

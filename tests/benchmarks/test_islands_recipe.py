@@ -12,12 +12,9 @@ from benchmark_modules import load_benchmark
 
 from jaxtrain.core.resolve import resolve
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def recipe() -> ModuleType:
     return load_benchmark("islands_recipe")
 
 
