@@ -264,6 +264,17 @@ def test_the_table_of_ways_is_that_of_the_results(size: str):
         assert f"| {row['bytes a step']:,} | {row['fewer']:.1f} | {row['bar']} |" in text
 
 
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_each_way_is_at_the_best_of_its_learning_rates_and_not_at_an_end_of_them(size: str):
+    runs = [run for run in results("cpu-sync")["runs"] if run["size"] == size]
+    for row in results("cpu-sync")["table"][size]:
+        losses = {run["lr"]: run["losses"][-1] for run in runs if run["way"] == row["way"]}
+        best = min(losses, key=losses.__getitem__)
+        assert float(row["lr"]) == pytest.approx(best)
+        for other in (best / 2, best * 2):
+            assert any(rate == pytest.approx(other) for rate in losses), (row["way"], other)
+
+
 def test_the_tables_of_islands_are_those_of_the_results():
     tables = results("cpu-islands")["tables"]
     text = (ROOT / "benchmarks" / "README.md").read_text()
